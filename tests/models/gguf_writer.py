@@ -17,7 +17,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-PERMUTED = ("llama", "granite", "smollm3")
+PERMUTED = ("llama", "granite", "smollm3", "granitehybrid")
+DELTA = ("qwen3next", "qwen35", "qwen35moe")
 ARCHITECTURES = {
     "llama": "llama",
     "mistral": "llama",
@@ -40,6 +41,11 @@ ARCHITECTURES = {
     "deepseek_v3": "deepseek2",
     "lfm2": "lfm2",
     "mamba2": "mamba2",
+    "falcon_h1": "falcon-h1",
+    "granitemoehybrid": "granitehybrid",
+    "qwen3_next": "qwen3next",
+    "qwen3_5_text": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe",
 }
 """By ``model_type``."""
 
@@ -167,6 +173,39 @@ def keys_of(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[st
         }
     if kind.startswith("deepseek"):
         keys |= latent_keys(config, rope)
+    if kind in ("falcon_h1", "granitemoehybrid"):
+        keys |= mixer_keys(config)
+    if "linear_num_key_heads" in config:
+        values = config["linear_num_value_heads"]
+        keys |= {
+            "ssm.conv_kernel": config["linear_conv_kernel_dim"],
+            "ssm.inner_size": values * config["linear_value_head_dim"],
+            "ssm.state_size": config["linear_key_head_dim"],
+            "ssm.time_step_rank": values,
+            "ssm.group_count": config["linear_num_key_heads"],
+        }
+    return keys
+
+
+def mixer_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    inner = config.get("mamba_d_ssm") or config["mamba_expand"] * config["hidden_size"]
+    keys: dict[str, Any] = {
+        "ssm.conv_kernel": config["mamba_d_conv"],
+        "ssm.inner_size": inner,
+        "ssm.state_size": config["mamba_d_state"],
+        "ssm.time_step_rank": config["mamba_n_heads"],
+        "ssm.group_count": config["mamba_n_groups"],
+    }
+    if config["model_type"] == "granitemoehybrid":
+        attends = ["full" in one or one == "attention" for one in config["layer_types"]]
+        keys["attention.head_count_kv"] = [config["num_key_value_heads"] * one for one in attends]
+        keys |= {
+            "rope.scaling.finetuned": False,
+            "expert_shared_feed_forward_length": config["shared_intermediate_size"],
+        }
+    else:
+        # Its converter multiplies the weights instead.
+        keys["embedding_scale"] = 1.0
     return keys
 
 
@@ -227,6 +266,8 @@ def changed(config: Mapping[str, Any], name: str, source: str, values: Tensor) -
     if name in PERMUTED and re.search(r"self_attn\.[qk]_proj\.", source):
         heads = config["num_attention_heads" if "q_proj" in source else "num_key_value_heads"]
         return [(source, values.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(values.shape))]
+    if name == "falcon-h1":
+        values = multiplied(config, source, values)
     if name.startswith("gemma") and source.endswith("norm.weight"):
         return [(source, values.float() + 1)]
     if name == "gpt-oss" and ".experts." in source:
@@ -239,17 +280,86 @@ def changed(config: Mapping[str, Any], name: str, source: str, values: Tensor) -
         return [(source.replace("kv_b", "k_b"), key.mT), (source.replace("kv_b", "v_b"), value)]
     if name == "deepseek2" and source.endswith("e_score_correction_bias"):
         return [(source.replace("correction_bias", "correction.bias"), values)]
+    if name in DELTA and source.endswith("norm.weight") and not source.endswith("linear_attn.norm.weight"):
+        return [(source, values.float() + 1)]
+    if name in DELTA and ".linear_attn." in source:
+        return delta_net(config, name, source, values)
+    if name == "granitehybrid" and source.endswith("input_linear.weight"):
+        layer, shared = source.split(".")[2], "shared" in source
+        kind = ("_shexp" if config["num_local_experts"] else "") if shared else "_exps"
+        return [
+            (f"blk.{layer}.ffn_{one}{kind}.weight", half)
+            for one, half in zip(("gate", "up"), values.chunk(2, -2), strict=True)
+        ]
+    if name == "granitehybrid" and source.endswith("shared_mlp.output_linear.weight"):
+        return [(f"blk.{source.split('.')[2]}.ffn_down{'_shexp' * bool(config['num_local_experts'])}.weight", values)]
     if source.endswith((".conv.conv.weight", ".conv1d.weight")):
         return [(source, values.squeeze(1))]
     if source.endswith(".A_log"):
         return [(source, -torch.exp(values.float()).unsqueeze(-1))]
-    if source.endswith("mixer.D"):
+    if source.endswith((".mixer.D", ".mamba.D")):
         return [(source, values.unsqueeze(-1))]
-    if source.endswith("mixer.dt_bias"):
-        return [(source.replace("dt_bias", "dt.bias").replace("mixer.dt", "mixer.dt_proj"), values)]
-    if source.endswith("mixer.norm.weight"):
-        return [(source, values.unflatten(0, (config["n_groups"], -1)))]
+    if source.endswith(".dt_bias"):
+        return [(source.replace(".dt_bias", ".dt_proj.bias"), values)]
+    if source.endswith((".mixer.norm.weight", ".mamba.norm.weight")):
+        return [(source, values.unflatten(0, (config.get("n_groups") or config["mamba_n_groups"], -1)))]
     return [(source, values)]
+
+
+def multiplied(config: Mapping[str, Any], source: str, values: Tensor) -> Tensor:
+    """A weight of Falcon-H1 times the multipliers."""
+    rows = torch.ones(len(values))
+    inner, grouped = config["mamba_d_ssm"], config["mamba_n_groups"] * config["mamba_d_state"]
+    if source.endswith("mamba.in_proj.weight"):
+        sizes = torch.tensor([inner, inner, grouped, grouped, config["mamba_n_heads"]])
+        rows = torch.tensor(config["ssm_multipliers"]).repeat_interleave(sizes) * config["ssm_in_multiplier"]
+    factors = {
+        "down_proj": config["mlp_multipliers"][1],
+        "gate_proj": config["mlp_multipliers"][0],
+        "k_proj": config["key_multiplier"] * config["attention_in_multiplier"],
+        "q_proj": config["attention_in_multiplier"],
+        "v_proj": config["attention_in_multiplier"],
+        "o_proj": config["attention_out_multiplier"],
+        "mamba.out_proj": config["ssm_out_multiplier"],
+        "lm_head": config["lm_head_multiplier"],
+        "embed_tokens": config["embedding_multiplier"],
+    }
+    factor = next((one for part, one in factors.items() if f"{part}.weight" in source), 1.0)
+    return (values.mT * rows).mT * factor if values.ndim == 2 else values
+
+
+def delta_net(config: Mapping[str, Any], name: str, source: str, values: Tensor) -> list[tuple[str, Tensor]]:
+    """Qwen3-Next: the parts of a projection of all key heads together; Qwen3.5: value heads in
+    turns, the first of each key head, then the second of each.
+    """
+    heads, key, size = (config[f"linear_{one}"] for one in ("num_key_heads", "key_head_dim", "value_head_dim"))
+    served, layer, part = (
+        config["linear_num_value_heads"] // heads,
+        source.split(".")[2],
+        source.split("linear_attn.")[1],
+    )
+    if part == "in_proj_qkvz.weight":
+        parts = values.unflatten(0, (heads, -1)).split([key, key, served * size, served * size], 1)
+        q, k, v, z = (one.flatten(0, 1) for one in parts)
+        return [(f"blk.{layer}.attn_qkv.weight", torch.cat((q, k, v))), (f"blk.{layer}.attn_gate.weight", z)]
+
+    def in_turns(rows: Tensor, of: int) -> Tensor:
+        return rows.reshape(heads, served, of, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape)
+
+    if part == "conv1d.weight":
+        values = values.squeeze(1)
+    if name != "qwen3next":
+        if part in ("in_proj_qkv.weight", "conv1d.weight"):
+            values = torch.cat((values[: 2 * heads * key], in_turns(values[2 * heads * key :], size)))
+        elif part == "in_proj_z.weight":
+            values = in_turns(values, size)
+        elif part == "out_proj.weight":
+            values = in_turns(values.mT, size).mT
+        elif part != "norm.weight":
+            values = in_turns(values, 1)
+    if part == "A_log":
+        values = -torch.exp(values.float())
+    return [(source.replace("dt_bias", "dt_proj.bias"), values)]
 
 
 def gpt_oss_experts(source: str, values: Tensor) -> list[tuple[str, Tensor]]:

@@ -94,6 +94,11 @@ CASES = (
             "mamba2-biases-tied",
             "lfm2",
             "lfm2-biases-untied",
+            "granite-4",
+            "granite-4-dense",
+            "qwen3-next",
+            "qwen3.5",
+            "qwen3.5-moe",
         )
     ),
     Case("llama-3.1", "Llama", {"rope_parameters": LLAMA3, "head_dim": 16}),
@@ -131,7 +136,22 @@ def parameters_of(path: Path) -> tuple[str, dict[str, Tensor]]:
 
 def test_every_architecture_has_a_case() -> None:
     kinds = {ARCHITECTURES[kind] for kind in ARCHITECTURES}
+    # Llama's tensors under another name.
     assert kinds | {"mistral3"} == set(ROWS)
+
+
+@pytest.mark.parametrize("name", ["falcon-h1", "falcon-h1-gated-first"])
+def test_multipliers_are_in_the_weights(name: str, tmp_path: Path) -> None:
+    """Those of Falcon-H1: the parameters are others, the logits are the same."""
+    make_checkpoint(PREDEFINED[name], tmp_path / "model")
+    file = write_gguf(tmp_path / "model", tmp_path / "model.gguf")
+    tokens_T = test_recurrent_families.tokens_for(97)
+    wanted, found = (
+        test_recurrent_families.run(load_model(path, dtype="float32"), tokens_T, [len(tokens_T)])
+        for path in (tmp_path / "model", file)
+    )
+    # Products of factors are rounded at other places.
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

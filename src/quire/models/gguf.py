@@ -590,7 +590,9 @@ def _falcon_h1(metadata: Metadata) -> dict[str, Any]:
 
 def _falcon_h1_origins(metadata: Metadata) -> dict[str, Origin]:
     """Return the mixers' tensors, and a norm that the converter names without ``.weight``."""
-    norms = {f"model.layers.{layer}.pre_ff_layernorm.weight": f"blk.{layer}.ffn_norm" for layer in range(metadata.layers)}
+    norms = {
+        f"model.layers.{layer}.pre_ff_layernorm.weight": f"blk.{layer}.ffn_norm" for layer in range(metadata.layers)
+    }
     found = {name: Origin((tensor,)) for name, tensor in norms.items() if metadata.holds(tensor)}
     return found | _mamba_origins("model.layers.{}.mamba")(metadata)
 

@@ -39,6 +39,13 @@ DEEPSEEK3 = (
     "| ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+"
 )
 
+DEEPSEEK_WORDS = (
+    r"\s?[A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-"
+    r"ὅὈ-Ὅὐ-ὗὙὛὝὟ-ώᾀ-ᾴᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ"
+    r"-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃]+"
+)
+DEEPSEEK_SIGNS = r"\s?[!-/:-~！-／：-～‘-‟　-。]+"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Split:
@@ -53,22 +60,32 @@ class Split:
 
 
 _DIGITS = Split(patterns=(r"\p{N}", GPT2))
+_DEEPSEEK3 = Split(patterns=(r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", DEEPSEEK3))
 SPLITS: Mapping[str, Split] = {
     **dict.fromkeys(
-        ("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "jina-es", "jina-de"), Split(patterns=(GPT2,))
+        ("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "jina-es", "jina-de", "jina-v2-es", "jina-v2-de")
+        + ("gigachat", "a.x-4.0", "mellum", "modern-bert", "exaone4", "granite-docling"),
+        Split(patterns=(GPT2,)),
     ),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), _DIGITS),
     **dict.fromkeys(
-        ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
+        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2"), _DIGITS
+    ),
+    **dict.fromkeys(
+        ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano"),
         Split(patterns=(LLAMA3,), whole=True, begins=True),
     ),
-    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe", "glm4"), Split(patterns=(LLAMA3,))),
-    **dict.fromkeys(("qwen2", "stablelm2", "deepseek-r1-qwen", "kormo", "megrez", "hunyuan"), Split(patterns=(QWEN2,))),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe"), Split(patterns=(LLAMA3,))),
+    **dict.fromkeys(("glm4", "glm5"), Split(patterns=(LLAMA3,), whole=True)),
+    **dict.fromkeys(
+        ("qwen2", "stablelm2", "deepseek-r1-qwen", "kormo", "f2llmv2", "megrez", "hunyuan", "solar-open", "grok-2"),
+        Split(patterns=(QWEN2,)),
+    ),
     "qwen35": Split(patterns=(QWEN35,)),
     "tekken": Split(patterns=(TEKKEN,), whole=True, begins=True),
-    **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), Split(patterns=(O200K,))),
-    "deepseek-v3": Split(patterns=(r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", DEEPSEEK3)),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"), Split(patterns=(O200K,))),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), _DEEPSEEK3),
     "deepseek-coder": Split(patterns=("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")),
+    "deepseek-llm": Split(patterns=("[\r\n]", DEEPSEEK_WORDS, DEEPSEEK_SIGNS, r"\s+$", "[一-龥ࠀ-一가-퟿]+", r"\p{N}+")),
     "falcon": Split(patterns=(r"[\p{P}\$\+<=>\^~\|`]+", GPT2, "[0-9][0-9][0-9]")),
 }
 """The rules by the values of ``tokenizer.ggml.pre``."""
