@@ -63,8 +63,10 @@ _DIGITS = Split(patterns=(r"\p{N}", GPT2))
 _DEEPSEEK3 = Split(patterns=(r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", DEEPSEEK3))
 SPLITS: Mapping[str, Split] = {
     **dict.fromkeys(
-        ("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "jina-es", "jina-de", "jina-v2-es", "jina-v2-de")
-        + ("gigachat", "a.x-4.0", "mellum", "modern-bert", "exaone4", "granite-docling"),
+        (
+            *("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "jina-es", "jina-de", "jina-v2-es", "jina-v2-de"),
+            *("gigachat", "a.x-4.0", "mellum", "modern-bert", "exaone4", "granite-docling"),
+        ),
         Split(patterns=(GPT2,)),
     ),
     **dict.fromkeys(
