@@ -6,6 +6,7 @@ values of ``gguf.quants.dequantize`` to the bit. Letters: N blocks, B bytes of a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -128,7 +129,7 @@ class GgufBlocks:
         for first in range(0, len(blocks_NB), step):
             part = target[first : first + step]
             expanded = values(blocks_NB[first : first + step])
-            if not bool(torch.isfinite(expanded).all()):
+            if not all(map(math.isfinite, (float(one) for one in torch.aminmax(expanded)))):
                 raise CheckpointError(f"{name} has a scale in {self.name} that is not finite; the file is damaged")
             part.copy_(expanded)
             if part.dtype == torch.float16 and not bool(torch.isfinite(part).all()):
@@ -141,9 +142,16 @@ def _halves(blocks: Tensor, start: int) -> Tensor:
 
 
 def _bits(packed: Tensor, *shifts: int, mask: int) -> Tensor:
-    """Return ``[..., len(shifts), B]`` of ``[..., B]``: the bits at each shift."""
-    shift = torch.tensor(shifts, dtype=torch.uint8, device=packed.device).unsqueeze(-1)
-    return packed.unsqueeze(-2) >> shift & mask
+    """Return ``[..., len(shifts), B]`` of ``[..., B]``: the bits at each shift. Eight bytes, or four,
+    are shifted at a time."""
+    wide = torch.int64 if packed.shape[-1] % 8 == 0 else torch.int32
+    words, lanes = packed.contiguous().view(wide), mask * (0x0101010101010101 if wide == torch.int64 else 0x01010101)
+    return torch.stack([words >> shift & lanes for shift in shifts], -2).view(torch.uint8)
+
+
+def _joined(low: Tensor, high: Tensor) -> Tensor:
+    """Return codes of their low four bits and the bits above, of the same shape."""
+    return (low.view(torch.int64) | high.view(torch.int64) << 4).view(torch.uint8)
 
 
 def _nibbles(blocks: Tensor, start: int) -> Tensor:
@@ -152,77 +160,80 @@ def _nibbles(blocks: Tensor, start: int) -> Tensor:
 
 
 def _fifth_bits(blocks: Tensor, start: int) -> Tensor:
-    """Return ``[N, 32]``: the bits of four bytes, the lowest first, as 0 or 16."""
-    shift = torch.arange(8, dtype=torch.uint8, device=blocks.device)
-    return (blocks[:, start : start + 4].unsqueeze(-1) >> shift & 1).flatten(1) << 4
+    """Return ``[N, 32]``: the bits of four bytes, the lowest first."""
+    eight = torch.arange(256, dtype=torch.uint8).unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8) & 1
+    table = eight.view(torch.int64).squeeze(-1).to(blocks.device)
+    bits = table.index_select(0, blocks[:, start : start + 4].flatten().int())
+    return bits.view(torch.uint8).view(-1, 32)
 
 
 def _q4_0(blocks: Tensor) -> Tensor:
-    return _halves(blocks, 0) * (_nibbles(blocks, 2).float() - 8)
+    return _nibbles(blocks, 2).float().sub_(8).mul_(_halves(blocks, 0))
 
 
 def _q4_1(blocks: Tensor) -> Tensor:
-    return _halves(blocks, 0) * _nibbles(blocks, 4).float() + _halves(blocks, 2)
+    return _nibbles(blocks, 4).float().mul_(_halves(blocks, 0)).add_(_halves(blocks, 2))
 
 
 def _q5_0(blocks: Tensor) -> Tensor:
-    codes = _nibbles(blocks, 6) | _fifth_bits(blocks, 2)
-    return _halves(blocks, 0) * (codes.float() - 16)
+    codes = _joined(_nibbles(blocks, 6), _fifth_bits(blocks, 2))
+    return codes.float().sub_(16).mul_(_halves(blocks, 0))
 
 
 def _q5_1(blocks: Tensor) -> Tensor:
-    codes = _nibbles(blocks, 8) | _fifth_bits(blocks, 4)
-    return _halves(blocks, 0) * codes.float() + _halves(blocks, 2)
+    codes = _joined(_nibbles(blocks, 8), _fifth_bits(blocks, 4))
+    return codes.float().mul_(_halves(blocks, 0)).add_(_halves(blocks, 2))
 
 
 def _q8_0(blocks: Tensor) -> Tensor:
-    return blocks[:, 2:].view(torch.int8).float() * _halves(blocks, 0)
+    return blocks[:, 2:].view(torch.int8).float().mul_(_halves(blocks, 0))
 
 
 def _q2_k(blocks: Tensor) -> Tensor:
     scales = blocks[:, :16]
-    step = (_halves(blocks, 80) * (scales & 15).float()).unsqueeze(-1)
-    least = (_halves(blocks, 82) * (scales >> 4).float()).unsqueeze(-1)
-    codes = _bits(blocks[:, 16:80].reshape(-1, 2, 32), 0, 2, 4, 6, mask=3)
-    return (step * codes.reshape(-1, 16, 16).float() - least).flatten(1)
+    steps = _halves(blocks, 80) * (scales & 15).float()
+    minima = _halves(blocks, 82) * (scales >> 4).float()
+    codes = _bits(blocks[:, 16:80].reshape(-1, 2, 32), 0, 2, 4, 6, mask=3).view(-1, 16, 16)
+    return codes.float().mul_(steps.unsqueeze(-1)).sub_(minima.unsqueeze(-1)).flatten(1)
 
 
 def _q3_k(blocks: Tensor) -> Tensor:
-    low = _bits(blocks[:, 96:104], 0, 4, mask=15).reshape(-1, 16)
-    high = _bits(blocks[:, 104:108], 0, 2, 4, 6, mask=3).reshape(-1, 16)
-    step = (_halves(blocks, 108) * ((low | high << 4).float() - 32)).unsqueeze(-1)
-    codes = _bits(blocks[:, 32:96].reshape(-1, 2, 32), 0, 2, 4, 6, mask=3).reshape(-1, 16, 16)
+    low = _bits(blocks[:, 96:104], 0, 4, mask=15).view(-1, 16)
+    high = _bits(blocks[:, 104:108], 0, 2, 4, 6, mask=3).view(-1, 16)
+    steps = _halves(blocks, 108) * (_joined(low, high).float() - 32)
+    codes = _bits(blocks[:, 32:96].reshape(-1, 2, 32), 0, 2, 4, 6, mask=3).view(-1, 256)
     # A third bit that is not set stands for -4.
-    above = _bits(blocks[:, :32], *range(8), mask=1).reshape(-1, 16, 16)
-    return (step * (codes.float() + above.float() * 4 - 4)).flatten(1)
+    above = _bits(blocks[:, :32], *range(8), mask=1).view(-1, 256)
+    return (codes | above << 2).float().sub_(4).view(-1, 16, 16).mul_(steps.unsqueeze(-1)).flatten(1)
 
 
 def _scales_of_six_bits(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return float32 ``[N, 8]`` of the steps and of the minima of ``Q4_K`` and ``Q5_K``."""
+    """Return float32 ``[N, 8, 1]`` of the steps and of the minima of ``Q4_K`` and ``Q5_K``."""
     first, second, rest = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     steps = torch.cat((first & 63, rest & 15 | first >> 2 & 48), -1)
     minima = torch.cat((second & 63, rest >> 4 | second >> 2 & 48), -1)
-    return steps.float() * _halves(blocks, 0), minima.float() * _halves(blocks, 2)
+    scaled = steps.float() * _halves(blocks, 0), minima.float() * _halves(blocks, 2)
+    return scaled[0].unsqueeze(-1), scaled[1].unsqueeze(-1)
 
 
 def _q4_k(blocks: Tensor) -> Tensor:
     steps, minima = _scales_of_six_bits(blocks)
-    codes = _bits(blocks[:, 16:].reshape(-1, 4, 32), 0, 4, mask=15).reshape(-1, 8, 32)
-    return (steps.unsqueeze(-1) * codes.float() - minima.unsqueeze(-1)).flatten(1)
+    codes = _bits(blocks[:, 16:].reshape(-1, 4, 32), 0, 4, mask=15).view(-1, 8, 32)
+    return codes.float().mul_(steps).sub_(minima).flatten(1)
 
 
 def _q5_k(blocks: Tensor) -> Tensor:
     steps, minima = _scales_of_six_bits(blocks)
-    low = _bits(blocks[:, 48:].reshape(-1, 4, 32), 0, 4, mask=15).reshape(-1, 8, 32)
-    codes = low | _bits(blocks[:, 16:48], *range(8), mask=1) << 4
-    return (steps.unsqueeze(-1) * codes.float() - minima.unsqueeze(-1)).flatten(1)
+    low = _bits(blocks[:, 48:].reshape(-1, 4, 32), 0, 4, mask=15).view(-1, 8, 32)
+    codes = _joined(low, _bits(blocks[:, 16:48], *range(8), mask=1))
+    return codes.float().mul_(steps).sub_(minima).flatten(1)
 
 
 def _q6_k(blocks: Tensor) -> Tensor:
-    low = _bits(blocks[:, :128].reshape(-1, 2, 64), 0, 4, mask=15).reshape(-1, 8, 32)
-    high = _bits(blocks[:, 128:192].reshape(-1, 2, 32), 0, 2, 4, 6, mask=3).reshape(-1, 8, 32)
-    step = (_halves(blocks, 208) * blocks[:, 192:208].view(torch.int8).float()).unsqueeze(-1)
-    return (step * ((low | high << 4).float() - 32).view(-1, 16, 16)).flatten(1)
+    low = _bits(blocks[:, :128].reshape(-1, 2, 64), 0, 4, mask=15).view(-1, 16, 16)
+    high = _bits(blocks[:, 128:192].reshape(-1, 2, 32), 0, 2, 4, 6, mask=3).view(-1, 16, 16)
+    steps = _halves(blocks, 208) * blocks[:, 192:208].view(torch.int8).float()
+    return _joined(low, high).float().sub_(32).mul_(steps.unsqueeze(-1)).flatten(1)
 
 
 def _looked_up(codes: Tensor, values: tuple[int, ...]) -> Tensor:
@@ -235,16 +246,16 @@ def _powers(exponents: Tensor) -> Tensor:
 
 
 def _iq4_nl(blocks: Tensor) -> Tensor:
-    return _halves(blocks, 0) * _looked_up(_nibbles(blocks, 2), IQ4_VALUES)
+    return _looked_up(_nibbles(blocks, 2), IQ4_VALUES).mul_(_halves(blocks, 0))
 
 
 def _iq4_xs(blocks: Tensor) -> Tensor:
     low = torch.stack((blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4), -1).flatten(1)
     shift = torch.tensor((0, 2, 4, 6), dtype=torch.uint8, device=blocks.device)
     high = (blocks[:, 2:4].unsqueeze(-1) >> shift & 3).flatten(1)
-    step = (_halves(blocks, 0) * ((low | high << 4).float() - 32)).unsqueeze(-1)
-    codes = _bits(blocks[:, 8:].reshape(-1, 8, 16), 0, 4, mask=15).reshape(-1, 8, 32)
-    return (step * _looked_up(codes, IQ4_VALUES)).flatten(1)
+    steps = _halves(blocks, 0) * (_joined(low, high).float() - 32)
+    codes = _bits(blocks[:, 8:].reshape(-1, 8, 16), 0, 4, mask=15).view(-1, 8, 32)
+    return _looked_up(codes, IQ4_VALUES).mul_(steps.unsqueeze(-1)).flatten(1)
 
 
 def _mxfp4(blocks: Tensor) -> Tensor:
