@@ -142,8 +142,8 @@ def _halves(blocks: Tensor, start: int) -> Tensor:
 
 
 def _bits(packed: Tensor, *shifts: int, mask: int) -> Tensor:
-    """Return ``[..., len(shifts), B]`` of ``[..., B]``: the bits at each shift. Eight bytes, or four,
-    are shifted at a time."""
+    """Return ``[..., len(shifts), B]`` of ``[..., B]``: the bits at each shift. Eight bytes are
+    shifted at a time, or four."""
     wide = torch.int64 if packed.shape[-1] % 8 == 0 else torch.int32
     words, lanes = packed.contiguous().view(wide), mask * (0x0101010101010101 if wide == torch.int64 else 0x01010101)
     return torch.stack([words >> shift & lanes for shift in shifts], -2).view(torch.uint8)
