@@ -22,7 +22,7 @@ GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 # PyTorch for CPUs brings no Triton, whose kernels are tested by its interpreter; PyTorch for CUDA brings its own.
 TRITON := triton==3.6.0
 
-.PHONY: demo test test-all test-clients mutants lint format bench gpu-test gpu-bench screenshots clean help
+.PHONY: demo test test-all test-real test-clients mutants lint format bench gpu-test gpu-bench screenshots clean help
 
 help:  ## Say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -35,6 +35,9 @@ test: $(VENV)/.stamp-test  ## The tests that continuous integration runs
 
 test-all: $(VENV)/.stamp-test  ## All tests, also the long ones
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --timeout 3600 --hypothesis-profile random
+
+test-real: $(VENV)/.stamp-test  ## Real models in DIR, each as NAME.gguf and as a directory NAME (takes minutes)
+	QUIRE_REAL_MODELS=$(DIR) $(BIN)/python -m pytest -m real tests/test_real_models.py
 
 test-clients: $(VENV)/.stamp-test $(CLIENTS)/.stamp $(PROGRAMS)/node_modules/.stamp  ## Clients of others, Python and npm, against the server (installs 2 GB; 10 minutes)
 	$(BIN)/python bench/clients.py --python $(CLIENTS)/bin/python

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import gc
-import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
@@ -58,6 +57,7 @@ from quire.models.catalogue import resolve_model, resolve_tokenizer
 from quire.models.families import LoadedModel
 from quire.models.fingerprint import length_rule_of, model_fingerprint
 from quire.models.loading import Outline, load_model
+from quire.models.sources import read_generation_config
 from quire.runner.graph import CudaCapture, GraphRunner, usual_sizes
 from quire.runner.local import LocalRunner, Runner
 from quire.runner.memory_profile import (
@@ -89,6 +89,7 @@ from quire.store.stack import Store
 from quire.store.urls import open_tiers, state_tier
 from quire.text.chat_templates import with_chosen_template
 from quire.text.tokenizer import Tokenizer
+from quire.weights.gguf_blocks import BLOCKS
 
 logger = logging.getLogger("quire")
 
@@ -170,7 +171,7 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
     if captures and not state.static_refusal(1) and (memory := device_memory(device)):
         runner = graphs = GraphRunner(local, CudaCapture(), longest=max_len)
         capture_usual(memory, graphs.capture, usual_sizes(config.max_num_seqs), progress)
-    generation = read_json(path / "generation_config.json")
+    generation = read_generation_config(path)
     identity = Identity(path, model)
     engine = make_engine(
         runner,
@@ -188,7 +189,7 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
     if device.type != "cpu":
         engine.sampling.seen = SeenTokens(model.vocab_size, device, fastest_penalties(device))
     engine.stepper.runs_ahead = runs_ahead
-    engine.timeline.model = Path(config.model).name if Path(config.model).is_dir() else str(config.model)
+    engine.timeline.model = Path(config.model).name if Path(config.model).exists() else str(config.model)
     held: list[str] = []
     if state.geometry.specs:
         windows = f" and {sizes.window_tokens} tokens of windowed layers" if sizes.window_tokens is not None else ""
@@ -210,7 +211,7 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
             else ""
         ),
     )
-    notes = (*notes, *short_pool(sizes, model.layer_specs, max_len, state.num_bytes))
+    notes = (*notes, *expanded_weights(model), *short_pool(sizes, model.layer_specs, max_len, state.num_bytes))
     for note in notes:
         logger.info(note)
     if (rule := length_rule_of(model)) is not None and rule.inexact:
@@ -229,6 +230,18 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
 
     named = NamedAdapters(engine, read)
     return Parts(config, path, engine, model, runner, tokenizer, identity, named, defaults, notes)
+
+
+def expanded_weights(model: LoadedModel) -> Iterator[str]:
+    """Yield a note on the formats of a file's weights that no kernel multiplies, if any."""
+    expanded = [name for name in model.formats if name in BLOCKS]
+    if expanded:
+        found = ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in model.formats.items())
+        form = model.quantization or dtype_name(model.dtype)
+        yield (
+            f"weights: {found} in the file; {', '.join(expanded)} {'are' if len(expanded) > 1 else 'is'} expanded to {form}, "
+            f"so that {sum(model.formats.values()) / 2**20:.0f} MiB take {model.parameter_bytes / 2**20:.0f} MiB"
+        )
 
 
 HOST_SHARE = 0.125
@@ -279,7 +292,7 @@ def make_adapters(model: LoadedModel, ranks: int = 512, memory: int | str | None
 def load_tokenizer(config: EngineConfig, model_path: Path) -> Tokenizer | None:
     """Return the configured tokenizer, else the model's; None: it works with token ids."""
     path = model_path if config.tokenizer is None else resolve_tokenizer(config.tokenizer, revision=config.revision)
-    found = Tokenizer.from_directory(path)
+    found = Tokenizer.from_path(path)
     if found is None and config.tokenizer is not None:
         raise CheckpointError(f"tokenizer {config.tokenizer!r}: {path} holds no tokenizer.json")
     if found is not None and config.parse_special:
@@ -289,19 +302,6 @@ def load_tokenizer(config: EngineConfig, model_path: Path) -> Tokenizer | None:
     if found is None:
         raise InvalidArgument(f"chat_template {config.chat_template!r}: this model has no tokenizer, so it cannot chat")
     return with_chosen_template(found, config.chat_template)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return a JSON object, empty without the file; ``CheckpointError`` names a damaged one."""
-    if not path.is_file():
-        return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is not readable JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path} holds no JSON object")
-    return found
 
 
 def resolve_device(name: str) -> torch.device:

@@ -607,9 +607,9 @@ class LLM:
         }
 
     def status(self) -> dict[str, Any]:
-        """Return counts of requests, pages (of all pools; see ``PageUse``), sequences, adapters.
-        "executor" counts the calls on ``executor``; None until it is first used. ``metrics`` counts
-        what the engine runs itself."""
+        """Return counts of requests, pages (of all pools; see ``PageUse``), sequences, adapters;
+        and the formats of the weights in their files. "executor" counts the calls on ``executor``;
+        None until it is first used. ``metrics`` counts what the engine runs itself."""
         self._requests.require_open("status")
         use = self._engine.page_use()
         return {
@@ -620,6 +620,7 @@ class LLM:
             "kv_cache_usage": use.usage,
             "num_sequences": len(self._engine.runner.state.sequence_ids()),
             "num_adapters": len(self._adapters.infos()),
+            "weight_formats": [*self.model.formats],
             "executor": None if self._executor is None else self._executor.status(),
         }
 

@@ -114,9 +114,9 @@ def test_a_tokenizer_is_called_one() -> None:
 
 
 def test_files_empty_names_and_revisions_of_directories(tmp_path: Path) -> None:
-    (tmp_path / "model.gguf").touch()
+    (tmp_path / "model.bin").touch()
     with pytest.raises(NotFound, match="is a file; expected a bundled model"):
-        resolve_model(str(tmp_path / "model.gguf"))
+        resolve_model(str(tmp_path / "model.bin"))
     with pytest.raises(InvalidArgument, match="model name is empty"):
         resolve_model("")
     for name in (str(tmp_path), "tiny-python"):

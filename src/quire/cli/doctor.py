@@ -46,7 +46,16 @@ def examine() -> list[Finding]:
         import torch
     except ImportError as error:
         return [*findings, Finding("PyTorch", f"cannot be imported: {error}", False, "pip install 'torch>=2.11'")]
-    return [*findings, *_devices(torch.__version__), _waiting(), *_memory(), _kernels(), _server(), _model_cache()]
+    return [
+        *findings,
+        *_devices(torch.__version__),
+        _waiting(),
+        *_memory(),
+        _kernels(),
+        _weights(),
+        _server(),
+        _model_cache(),
+    ]
 
 
 def _devices(torch_version: str) -> list[Finding]:
@@ -114,6 +123,16 @@ def _kernels() -> Finding:
         return Finding("C++ kernels", native_problem(), False, advice)
     threads = "" if kernel.threaded else ", on one thread: PyTorch's libgomp was not found"
     return Finding("C++ kernels", f"built; models and adapters on the CPU use them{threads}")
+
+
+def _weights() -> Finding:
+    from quire.weights.floats import DTYPES
+    from quire.weights.gguf_blocks import BLOCKS
+
+    return Finding(
+        "weights",
+        f"safetensors and GGUF files in {', '.join((*DTYPES, *BLOCKS))}; all but the first three are expanded at load",
+    )
 
 
 def _server() -> Finding:

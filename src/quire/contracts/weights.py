@@ -21,7 +21,7 @@ class TensorHeader:
     file: Path
     shape: tuple[int, ...]
     dtype: str
-    """The element type, by its safetensors name."""
+    """The element type, by its safetensors name, or the format of blocks, by its name in GGUF."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +30,7 @@ class StoredTensor:
 
     shape: tuple[int, ...]
     dtypes: Collection[str]
-    """Accepted element types, by their safetensors names."""
+    """Accepted element types, as in ``TensorHeader``."""
 
 
 class WeightFormat(Protocol):
@@ -63,8 +63,18 @@ class WeightSource(Protocol):
         """The directory or file that the user named."""
 
     @property
+    def configuration(self) -> str:
+        """The name, in errors, of what describes the model: config.json."""
+
+    @property
     def tensors(self) -> Mapping[str, TensorHeader]:
         """The headers of all tensors, by name."""
+
+    def format(self, name: str, usual: WeightFormat) -> WeightFormat:
+        """Return the format of a tensor that checkpoints of its family usually store as ``usual``.
+
+        ``Unsupported`` for a format that is neither multiplied nor expanded.
+        """
 
     def read(self, name: str) -> Tensor:
         """Return a tensor as it lies in its file, through a memory map.

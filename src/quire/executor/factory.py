@@ -25,9 +25,9 @@ from quire.executor.executor import Executor
 from quire.executor.executor_types import BATCHING_TYPES, SUPPORTED_TYPES, check_type
 from quire.executor.reports import computable_dtypes, dtype_name, mechanism_of
 from quire.models.catalogue import HUB_NAME, bundled_models
-from quire.models.config_fields import read_config_file
 from quire.models.families import family_of, is_foreign
 from quire.models.loading import DTYPES
+from quire.models.sources import read_config
 
 NOT_CAPTURED = "executors neither compile nor capture decode in this release"
 NOT_TUNED = "nothing is tuned, and sums keep their precision, in this release"
@@ -130,11 +130,11 @@ def _model_of(config: ExecutorConfig) -> str:
 def _check_local_model(config: ExecutorConfig, model: str) -> None:
     """Check the configuration against the ``config.json`` of a local model."""
     path = bundled_models().get(model) or Path(os.path.expanduser(model))
-    if not os.path.isdir(path):
+    if not os.path.exists(path):
         if not HUB_NAME.fullmatch(model):
             raise NotFound(f"model_info {model!r}: there is no such directory, and it is no name of a model")
         return
-    values = read_config_file(path)
+    values = read_config(path)
     if is_foreign(values):
         return
     found = family_of(values).read_config(values, None)

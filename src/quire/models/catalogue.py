@@ -12,6 +12,7 @@ from typing import Any
 
 from quire.base.errors import InvalidArgument, NotFound
 from quire.models.families import FAMILIES
+from quire.weights.gguf_container import is_gguf, part_files
 
 ALLOWED_FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer*")
 """Files downloaded from a repository: weights, index, configurations, tokenizer, chat templates."""
@@ -35,6 +36,7 @@ ADAPTER_TEXTS = (
 LISTED = 4
 """Most names listed in an error message."""
 
+GGUF_PART = re.compile(r"[A-Za-z0-9_.-]+")
 HUB_NAME = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
 
 
@@ -61,19 +63,62 @@ def registered_architectures() -> dict[str, tuple[str, ...]]:
 
 
 def resolve_model(name: str, revision: str | None = None) -> Path:
-    """Return the checkpoint directory of a bundled model, a local directory or a Hub repository.
+    """Return the checkpoint directory of a bundled model, a local directory or a Hub repository, or
+    a GGUF file: itself, or the one in such a directory or repository. ``NAME:Q4_K_M`` names one of
+    several there, by a part of its name.
 
     The first match wins; ``./name`` is always local. A repository that is not in the Hub's cache is
     downloaded at ``revision`` (branch, tag or commit). ``HF_HOME``, ``HF_TOKEN`` and
     ``HF_HUB_OFFLINE`` are respected. Raise ``NotFound`` with the reason and the bundled names, and
     ``InvalidArgument`` for an empty name or for a revision of a directory.
     """
-    return _resolve("model", name, revision, bundled_models(), "a checkpoint directory", ALLOWED_FILES)
+    return _resolve_model("model", name, revision, "a checkpoint directory, a GGUF file")
 
 
 def resolve_tokenizer(name: str, revision: str | None = None) -> Path:
     """Return a tokenizer's directory, found in the order of ``resolve_model``. Raises the same."""
-    return _resolve("tokenizer", name, revision, bundled_models(), "a directory", ALLOWED_FILES)
+    return _resolve_model("tokenizer", name, revision, "a directory, a GGUF file")
+
+
+def _resolve_model(kind: str, name: str, revision: str | None, accepted: str) -> Path:
+    place, colon, part = name.rpartition(":")
+    local = Path(os.path.expanduser(name))
+    if not colon or os.path.exists(local):
+        place, part = name, ""
+    if part and not GGUF_PART.fullmatch(part):
+        raise NotFound(f"{kind} {name!r}: {part!r} names no GGUF file; expected a part of its name, such as Q4_K_M")
+    if os.path.isfile(local) and is_gguf(local):
+        if revision is not None:
+            raise InvalidArgument(f"revision is {revision!r}, but {name!r} is a file; expected a Hugging Face id")
+        return part_files(local)[0]
+    files = (f"*{part}*.gguf", f"*{part.lower()}*.gguf") if part else ALLOWED_FILES
+    folder = _resolve(kind, place, revision, bundled_models(), accepted, files)
+    if not part and any((folder / file).is_file() for file in ("config.json", "tokenizer.json")):
+        return folder
+    found = gguf_files(folder, part)
+    if len(found) == 1:
+        return found[0]
+    if found:
+        listed = ", ".join(one.name for one in found[:LISTED]) + (", ..." if len(found) > LISTED else "")
+        raise NotFound(f"{kind} {name!r} has {len(found)} GGUF files: {listed}; name one of them, as in {place}:Q4_K_M")
+    if part:
+        raise NotFound(f"{kind} {name!r}: {place} has no GGUF file with {part} in its name")
+    if not os.path.exists(local) and (there := [file for file in _files_of(place) if file.endswith(".gguf")]):
+        listed = ", ".join(there[:LISTED]) + (", ..." if len(there) > LISTED else "")
+        raise NotFound(f"{kind} {name!r} has GGUF files only: {listed}; name one of them, as in {place}:Q4_K_M")
+    return folder
+
+
+def gguf_files(folder: Path, part: str = "") -> list[Path]:
+    """List the models in a directory's GGUF files, of a split one its first file; those with
+    ``part`` in their names, in any case."""
+    found = {
+        one.parent / re.sub(r"-\d{5}-of-", "-00001-of-", one.name)
+        for one in sorted(folder.rglob("*.gguf") if part else folder.glob("*.gguf"))
+        if not one.name.startswith("mmproj")
+    }
+    wanted = re.compile(rf"(?<![a-z0-9]){re.escape(part.lower())}(?![a-z0-9])" if part else "")
+    return [one for one in sorted(found) if wanted.search(one.name.lower())]
 
 
 def resolve_adapter(name: str) -> Path:

@@ -179,6 +179,7 @@ class Trunk:
         self._logit_softcap = config.logit_softcap
         self.tied = config.tie_embeddings
         self.places: NameTable = {}
+        self.formats: Mapping[str, int] = {}
         self.dtype = self.embedding.weight.dtype
         self.device = self.embedding.weight.device
         self.num_parameters = sum(late(parameters, name).numel() for name in parameters)

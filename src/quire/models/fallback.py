@@ -69,6 +69,7 @@ class FallbackModel:
         self.parameter_bytes = sum(tensor.nbytes for tensor in (*tensors, *causal.buffers()))
         self.tied = is_tied(causal)
         self.places: NameTable = {}
+        self.formats: Mapping[str, int] = {}
         self._given = GivenHidden()
 
     def pack(self, kernels: LayerKernels) -> bool:

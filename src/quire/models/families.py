@@ -54,6 +54,8 @@ class LoadedModel(Model, Protocol):
     """The parsed ``config.json``."""
     canonical_config: str
     """Canonical JSON of the fields that decide the logits, equal for all spellings of a model."""
+    formats: Mapping[str, int]
+    """Bytes of the weights in their files, by the types of elements or formats of blocks there."""
     places: NameTable
     """The checkpoint's tensor names and the parameter rows that they fill; empty if
     ``transformers`` loaded them."""

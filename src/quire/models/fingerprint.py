@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +20,10 @@ from typing import Any, Protocol
 import xxhash
 
 from quire.base.errors import CheckpointError, InvalidArgument
-from quire.models.config_fields import read_config_file
 from quire.models.families import LoadedModel, canonical_of
 from quire.models.rope_config import LengthRule, length_rule
-from quire.weights.safetensors_files import weight_files
+from quire.models.sources import read_config, weight_files
+from quire.weights.gguf_container import is_gguf
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +46,8 @@ class ModelFingerprint:
     config: str
     """SHA-256 (hex) of the canonical JSON that decides the logits, without context and dtype."""
     weights: str
-    """XXH3-128 (hex) of the bytes of the safetensors files, then "-int8", "-int4" or "-fp8" if they
-    were quantised."""
+    """XXH3-128 (hex) of the bytes of the files, then "-gguf" and the formats in a GGUF file, then
+    "-int8", "-int4" or "-fp8" if the weights were quantised."""
     length: str = ""
     """The range of ``max_model_len`` with the same RoPE frequencies; "" if they do not depend on
     it. It is implied by ``config``, and explains a difference there."""
@@ -57,7 +57,7 @@ def model_fingerprint(path: str | os.PathLike[str], model: LoadedModel) -> Model
     """Return the fingerprint of ``model``, loaded from ``path``. Raise ``InvalidArgument`` if that
     directory now has another model, and ``CheckpointError`` if it is unreadable."""
     path = Path(path)
-    values = read_config_file(path)
+    values = read_config(path)
     if canonical_of(values, model.max_model_len) != model.canonical_config:
         raise InvalidArgument(
             f"{path} does not describe the {model.architecture} that was given; expected its directory"
@@ -65,9 +65,16 @@ def model_fingerprint(path: str | os.PathLike[str], model: LoadedModel) -> Model
     return ModelFingerprint(
         architecture=model.architecture,
         config=hashlib.sha256(model.canonical_config.encode()).hexdigest(),
-        weights=weights_digest(path) + (f"-{model.quantization}" if model.quantization else ""),
+        weights="-".join((weights_digest(path), *_formats(path, model))),
         length="" if (rule := length_rule_of(model)) is None else rule.made_for,
     )
+
+
+def _formats(path: Path, model: LoadedModel) -> Iterator[str]:
+    if is_gguf(path):
+        yield f"gguf:{'+'.join(sorted(model.formats))}"
+    if model.quantization:
+        yield model.quantization
 
 
 def length_rule_of(model: LoadedModel) -> LengthRule | None:
@@ -108,9 +115,9 @@ def file_digest(file: Path) -> str:
     return str(digest.hexdigest())
 
 
-def digested_directories(weights: str) -> list[Path]:
-    """Return the directories of this machine with this cached ``weights_digest``. Reads only the
-    cache."""
+def digested_models(weights: str) -> list[Path]:
+    """Return the directories and GGUF files of this machine with this cached ``weights_digest``.
+    Reads only the cache."""
     known = set[Path]()
     folders = set[Path]()
     for name, entry in _read_cache().items():
@@ -118,6 +125,9 @@ def digested_directories(weights: str) -> list[Path]:
             stat, file = os.stat(name), Path(name)
             if (stat.st_size, stat.st_mtime_ns) == (entry.get("size"), entry.get("mtime_ns")):
                 known.add(file)
+                if is_gguf(file):
+                    folders.add(file)
+                    continue
                 # A directory of the Hub's cache links to files that lie elsewhere.
                 linked = file.parent.name == "blobs"
                 folders |= {*(file.parent.parent / "snapshots").iterdir()} if linked else {file.parent}

@@ -23,14 +23,14 @@ from quire.base.host_memory import free_memory, size_words
 from quire.contracts.block_calls import LayerKernels
 from quire.contracts.layers import LayerSpec
 from quire.contracts.linear import Quantization
-from quire.models.config_fields import read_config_file
 from quire.models.families import Family, LoadedModel, family_of, is_foreign
 from quire.models.processor import Processor
+from quire.models.sources import open_weights, read_config
 from quire.weights.checkpoint import Checkpoint
+from quire.weights.gguf_container import is_gguf
 from quire.weights.late_parameters import LateParameters
 from quire.weights.packed import FORMS
 from quire.weights.places import Place, expand, parameter_dtypes, parameter_shapes
-from quire.weights.safetensors_files import SafetensorsFiles
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,8 @@ def load_model(
     kernels: LayerKernels = PLAIN,
     before_weights: Callable[[Outline], object] | None = None,
 ) -> LoadedModel:
-    """Load the model in the checkpoint directory ``path``, with its weights on ``device``.
+    """Load the model in ``path``, the directory of a checkpoint or a GGUF file, with its weights on
+    ``device``.
 
     ``dtype``: see ``resolve_dtype``. ``progress`` shows a bar over bytes if stderr is a terminal.
     ``max_model_len`` is the longest sequence that will run (None: the context length). It sets the
@@ -83,25 +84,25 @@ def load_model(
     expected. Raise ``InvalidArgument`` for an unknown dtype or device.
     """
     path = Path(path)
-    if not os.path.isdir(path):
+    if not os.path.isdir(path) and not (is_gguf(path) and os.path.isfile(path)):
         found = "a file" if os.path.exists(path) else "missing"
-        raise CheckpointError(f"{path} is {found}; expected the directory of a Hugging Face checkpoint")
+        raise CheckpointError(f"{path} is {found}; expected the directory of a Hugging Face checkpoint, or a GGUF file")
     device = _device(device)
     _check_dtype_name(dtype)
-    values = read_config_file(path)
+    values = read_config(path)
     if is_foreign(values):
         return _load_foreign(path, values, device, dtype, before_weights)
     try:
         family = family_of(values)
         config = family.read_config(values, max_model_len)
     except QuireError as error:
-        error.about(str(path))
+        error.about(f"{path}, whose metadata make the config.json" if is_gguf(path) else str(path))
         raise
-    with Checkpoint(SafetensorsFiles(path)) as checkpoint:
+    with Checkpoint(open_weights(path)) as checkpoint:
         num_layers = config.num_layers
         if num_layers > len(checkpoint.tensors):  # Also bounds the table that a damaged config.json could ask for.
             raise CheckpointError(
-                f"{path}: config.json says {num_layers} layers, but there are {len(checkpoint.tensors)} tensors"
+                f"{path}: {checkpoint.source.configuration} says {num_layers} layers, but there are {len(checkpoint.tensors)} tensors"
             )
         places = checkpoint.choose([expand(table, num_layers) for table in family.spellings(config)])
         checkpoint.check(places, family.ignorable_names(config))
@@ -125,6 +126,7 @@ def load_model(
             weights = LateParameters(checkpoint, places, resolved, device, bar)
             model = family.build(config, weights, values)
             model.places = places
+            model.formats = checkpoint.formats(one for name, place in places.items() for one in place.stored(name))
             weights.release()
             if model.pack(replace(kernels, read=weights.read)):
                 logger.info("%s: weights are laid out for this machine's products", path)
@@ -143,7 +145,7 @@ def _load_foreign(
     from quire.models.fallback import context_length, read_foreign
 
     foreign = read_foreign(path, values)
-    with Checkpoint(SafetensorsFiles(path)) as checkpoint:
+    with Checkpoint(open_weights(path)) as checkpoint:
         resolved = resolve_dtype(dtype, checkpoint.dtype(checkpoint.tensors), device)
         outline = foreign.outline(checkpoint, resolved)
         needed = sum(tensor.nbytes for tensor in (*outline.parameters(), *outline.buffers()))

@@ -28,10 +28,12 @@ from quire.base.token_history import Ids
 from quire.text import long_texts
 from quire.text.control_tokens import control_tokens, finder
 from quire.text.decoder_stream import REPLACEMENT
+from quire.text.gguf_tokenizer import read_gguf_tokenizer
 from quire.text.inner_text import for_inner_text
 from quire.text.token_bounds import longest_token
 from quire.text.token_bytes import TokenBytes, join_pieces
 from quire.text.tokenizer_process import TextEncoder, check_decoder
+from quire.weights.gguf_container import is_gguf
 
 _logger = logging.getLogger(__name__)
 
@@ -93,6 +95,22 @@ class Tokenizer:
         self.pad_id = self._named_id("pad_token", pad_id)
         named_eos = self._named_id("eos_token", None)
         self.eos_ids = tuple(dict.fromkeys([*([] if named_eos is None else [named_eos]), *eos_ids]))
+
+    @classmethod
+    def from_path(cls, path: Path) -> Tokenizer | None:
+        """Return the tokenizer of a checkpoint's directory or of a GGUF file; see
+        ``from_directory`` and ``read_gguf_tokenizer``."""
+        if not is_gguf(path):
+            return cls.from_directory(path)
+        found = read_gguf_tokenizer(path)
+        if found is None:
+            return None
+        return cls(
+            found.backend,
+            special_tokens=found.special_tokens,
+            eos_ids=found.eos_ids,
+            chat_templates=found.chat_templates,
+        )
 
     @classmethod
     def from_directory(cls, path: Path) -> Tokenizer | None:

@@ -10,7 +10,9 @@ the model.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,11 +20,10 @@ from torch import Tensor
 from quire.base.errors import CheckpointError
 from quire.contracts.weights import StoredTensor, WeightSource
 from quire.weights.floats import DTYPES
+from quire.weights.gguf_blocks import BLOCKS, SIZES
 from quire.weights.places import Place
 from quire.weights.safetensors_files import some
 
-WIDTHS: Mapping[str, int] = {"U8": 1, **{name: dtype.itemsize for name, dtype in DTYPES.items()}}
-"""Bytes of an element, by its type's safetensors name."""
 _COMPARED = 4096
 """Rows of a table compared at a time."""
 
@@ -41,8 +42,15 @@ class Checkpoint:
         self.source.close()
 
     def choose(self, spellings: Sequence[Mapping[str, Place]]) -> Mapping[str, Place]:
-        """Return the spelling with the fewest missing tensors, the first among equals."""
-        return min(spellings, key=lambda places: sum(name not in self.tensors for name in _stored(places)))
+        """Return the spelling with the fewest missing tensors, the first among equals, in the
+        formats of the files."""
+        places = min(spellings, key=lambda places: sum(name not in self.tensors for name in _stored(places)))
+        return {
+            name: place
+            if (found := self.source.format(name, place.format)) == place.format
+            else replace(place, format=found)
+            for name, place in places.items()
+        }
 
     def check(self, places: Mapping[str, Place], ignorable: Container[str] = ()) -> None:
         """Raise ``CheckpointError`` unless the files hold exactly these tensors, with these shapes
@@ -70,12 +78,16 @@ class Checkpoint:
         if surplus:
             found = self.tensors.get(surplus[0])
             where = self.path if found is None else found.file
-            raise CheckpointError(f"{where}: the model that config.json describes has no place for {some(surplus)}")
+            raise CheckpointError(
+                f"{where}: the model that {self.source.configuration} describes has no place for {some(surplus)}"
+            )
 
     def misshapen(self, name: str, found: Iterable[int], expected: Iterable[int]) -> CheckpointError:
         """Return the error of a tensor whose shape contradicts config.json."""
         where = self.tensors[name].file if name in self.tensors else self.path
-        return CheckpointError(f"{where}: {name} has shape {list(found)}; config.json makes it {list(expected)}")
+        return CheckpointError(
+            f"{where}: {name} has shape {list(found)}; {self.source.configuration} makes it {list(expected)}"
+        )
 
     def check_tied(self, head: str, embedding: str) -> None:
         """Raise ``CheckpointError`` if the head of a model that config.json ties to its embedding
@@ -102,8 +114,10 @@ class Checkpoint:
         elements = dict.fromkeys(DTYPES, 0)
         for name in names:
             header = self.tensors[name]
-            if header.dtype in elements:
-                elements[header.dtype] += math.prod(header.shape)
+            # Numbers of quantised formats need no more than bfloat16.
+            kind = "BF16" if header.dtype in BLOCKS else header.dtype
+            if kind in elements:
+                elements[kind] += math.prod(header.shape)
         return DTYPES[max(elements, key=lambda name: elements[name])]
 
     def fill(self, name: str, place: Place, parameter: Tensor) -> None:
@@ -115,7 +129,20 @@ class Checkpoint:
 
     def nbytes(self, names: Iterable[str]) -> int:
         """Return the bytes of tensors in their files."""
-        return sum(math.prod(self.tensors[name].shape) * WIDTHS[self.tensors[name].dtype] for name in names)
+        return sum(self._bytes_of(name) for name in names)
+
+    def formats(self, names: Iterable[str]) -> dict[str, int]:
+        """Return the bytes of tensors in their files, by the types of their elements or the
+        formats of their blocks, the greatest first."""
+        found: Counter[str] = Counter()
+        for name in names:
+            found[self.tensors[name].dtype] += self._bytes_of(name)
+        return dict(found.most_common())
+
+    def _bytes_of(self, name: str) -> int:
+        header = self.tensors[name]
+        numbers, nbytes = SIZES[header.dtype]
+        return math.prod(header.shape) // numbers * nbytes
 
 
 def _stored(places: Mapping[str, Place]) -> dict[str, StoredTensor]:

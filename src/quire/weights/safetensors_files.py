@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from quire.base.errors import CheckpointError
-from quire.contracts.weights import TensorHeader
+from quire.contracts.weights import TensorHeader, WeightFormat
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -53,7 +53,7 @@ def weight_files(path: Path) -> tuple[Path, ...]:
 
 def _no_weights(path: Path) -> CheckpointError:
     message = f"{path} holds neither {SINGLE_FILE} nor {INDEX_FILE}"
-    others = sorted(file.name for file in path.iterdir() if file.suffix in (".bin", ".pt", ".pth", ".gguf"))
+    others = sorted(file.name for file in path.iterdir() if file.suffix in (".bin", ".pt", ".pth"))
     if others:
         message += f", only {some(others)}: convert it to safetensors, for example with transformers' save_pretrained"
     return CheckpointError(message)
@@ -70,6 +70,8 @@ class SafetensorsFiles:
 
     The constructor raises ``CheckpointError`` for missing or damaged files, or a wrong index.
     """
+
+    configuration = "config.json"
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -96,6 +98,11 @@ class SafetensorsFiles:
         """See ``WeightSource``."""
         self._handles.clear()
         self._open.close()
+
+    def format(self, name: str, usual: WeightFormat) -> WeightFormat:
+        """See ``WeightSource``. The family knows it."""
+        del name
+        return usual
 
     def read(self, name: str) -> Tensor:
         """See ``WeightSource``."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from quire.base.errors import QuireError
 from quire.models.catalogue import bundled_models
-from quire.models.fingerprint import digested_directories, weights_digest
+from quire.models.fingerprint import digested_models, weights_digest
 from quire.text.tokenizer import Tokenizer
 
 
@@ -21,7 +21,7 @@ from quire.text.tokenizer import Tokenizer
 def tokenizer_at(directory: Path) -> Tokenizer | None:
     """Return the tokenizer of a checkpoint's directory; None: it has none that can be read."""
     try:
-        return Tokenizer.from_directory(directory)
+        return Tokenizer.from_path(directory)
     except QuireError:
         return None
 
@@ -37,4 +37,4 @@ def _directories(weights: str) -> Iterator[Path]:
         with suppress(QuireError):
             if weights_digest(one) == weights:
                 yield one
-    yield from digested_directories(weights)
+    yield from digested_models(weights)

@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 
 
 def public_name(model: str | Path) -> str:
-    """Return the source of a model or adapter as clients see it: only the name of a directory."""
-    return Path(os.path.abspath(model)).name if os.path.isdir(model) else str(model)
+    """Return the source of a model or adapter as clients see it: only the name of a directory
+    or file."""
+    return Path(os.path.abspath(model)).name if os.path.exists(model) else str(model)
 
 
 @dataclass(slots=True)

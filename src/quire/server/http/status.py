@@ -68,6 +68,8 @@ class ModelCard(BaseModel):
     """For an adapter: the model that it belongs to."""
     max_model_len: int | None = None
     """Longest sequence in tokens."""
+    weight_formats: list[str] | None = None
+    """Formats of the weights in their files."""
 
 
 class ModelList(BaseModel):
@@ -156,6 +158,7 @@ async def model_cards(context: Context) -> list[ModelCard]:
     """Return the base model and the adapters, in order of loading."""
     loaded = await context.refresh_adapters()
     base = _card(context, context.model_name, context.llm.config.model)
+    base.weight_formats = [*context.llm.model.formats]
     return [base, *(adapter_card(context, info) for info in loaded.values() if info.name != base.id)]
 
 

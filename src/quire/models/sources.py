@@ -1,0 +1,49 @@
+"""What lies at a model's path: a directory in the format of Hugging Face, or a GGUF file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from quire.base.errors import CheckpointError
+from quire.contracts.weights import WeightSource
+from quire.models.config_fields import read_config_file
+from quire.models.gguf import open_gguf_weights, read_gguf_config, read_gguf_generation
+from quire.weights.gguf_container import is_gguf, part_files
+from quire.weights.safetensors_files import SafetensorsFiles
+from quire.weights.safetensors_files import weight_files as safetensors_files
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Return the parsed config.json, or what a GGUF file says in its stead. ``CheckpointError`` for
+    a missing or damaged one."""
+    return read_gguf_config(path) if is_gguf(path) else read_config_file(path)
+
+
+def read_generation_config(path: Path) -> dict[str, Any]:
+    """Return generation_config.json, or what a GGUF file says in its stead; empty without."""
+    return read_gguf_generation(path) if is_gguf(path) else read_json(path / "generation_config.json")
+
+
+def open_weights(path: Path) -> WeightSource:
+    """Open the weights of a model. ``CheckpointError`` for missing or damaged files."""
+    return open_gguf_weights(path) if is_gguf(path) else SafetensorsFiles(path)
+
+
+def weight_files(path: Path) -> tuple[Path, ...]:
+    """List the files of a model's weights by name; ``CheckpointError`` if one is missing."""
+    return part_files(path) if is_gguf(path) else safetensors_files(path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return a JSON object, empty without the file; ``CheckpointError`` names a damaged one."""
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is not readable JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} holds no JSON object")
+    return found

@@ -1,0 +1,292 @@
+"""Formats of tensors in GGUF files: blocks of numbers with scales, as ggml defines them.
+
+``BLOCKS`` has a row for each format that is expanded. Its function is the definition: it gives the
+values of ``gguf.quants.dequantize`` to the bit. Letters: N blocks, B bytes of a block.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.base.errors import CheckpointError, Unsupported
+from quire.contracts.weights import StoredTensor
+
+TYPE_NAMES: Mapping[int, str] = {
+    0: "F32",
+    1: "F16",
+    2: "Q4_0",
+    3: "Q4_1",
+    6: "Q5_0",
+    7: "Q5_1",
+    8: "Q8_0",
+    9: "Q8_1",
+    10: "Q2_K",
+    11: "Q3_K",
+    12: "Q4_K",
+    13: "Q5_K",
+    14: "Q6_K",
+    15: "Q8_K",
+    16: "IQ2_XXS",
+    17: "IQ2_XS",
+    18: "IQ3_XXS",
+    19: "IQ1_S",
+    20: "IQ4_NL",
+    21: "IQ3_S",
+    22: "IQ2_S",
+    23: "IQ4_XS",
+    24: "I8",
+    25: "I16",
+    26: "I32",
+    27: "I64",
+    28: "F64",
+    29: "IQ1_M",
+    30: "BF16",
+    34: "TQ1_0",
+    35: "TQ2_0",
+    39: "MXFP4",
+    40: "NVFP4",
+    41: "Q1_0",
+}
+"""Names of all types, by their numbers in files."""
+
+SIZES: Mapping[str, tuple[int, int]] = {
+    "F32": (1, 4),
+    "F16": (1, 2),
+    "BF16": (1, 2),
+    "F64": (1, 8),
+    "U8": (1, 1),
+    "I8": (1, 1),
+    "I16": (1, 2),
+    "I32": (1, 4),
+    "I64": (1, 8),
+    "Q4_0": (32, 18),
+    "Q4_1": (32, 20),
+    "Q5_0": (32, 22),
+    "Q5_1": (32, 24),
+    "Q8_0": (32, 34),
+    "Q8_1": (32, 40),
+    "Q1_0": (128, 18),
+    "Q2_K": (256, 84),
+    "Q3_K": (256, 110),
+    "Q4_K": (256, 144),
+    "Q5_K": (256, 176),
+    "Q6_K": (256, 210),
+    "Q8_K": (256, 292),
+    "IQ1_S": (256, 50),
+    "IQ1_M": (256, 56),
+    "IQ2_XXS": (256, 66),
+    "IQ2_XS": (256, 74),
+    "IQ2_S": (256, 82),
+    "IQ3_XXS": (256, 98),
+    "IQ3_S": (256, 110),
+    "IQ4_NL": (32, 18),
+    "IQ4_XS": (256, 136),
+    "TQ1_0": (256, 54),
+    "TQ2_0": (256, 66),
+    "MXFP4": (32, 17),
+    "NVFP4": (64, 36),
+}
+"""The numbers of a block, and its bytes."""
+
+EXPANDED = 1 << 18
+"""Numbers that are expanded at a time, so that they stay in a processor's cache."""
+
+IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+FP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+"""Twice the values of E2M1."""
+
+
+def bytes_of_row(kind: str, numbers: int) -> int | None:
+    """Return the bytes of a row; None if the format has no rows of this length."""
+    block, size = SIZES[kind]
+    return None if numbers % block else numbers // block * size
+
+
+@dataclass(frozen=True, slots=True)
+class GgufBlocks:
+    """``WeightFormat`` of one tensor of bytes, whose last dimension is a row's blocks."""
+
+    name: str
+    """One of ``BLOCKS``."""
+    is_plain: bool = False
+
+    def stored(self, name: str, shape: tuple[int, ...]) -> dict[str, StoredTensor]:
+        """See ``WeightFormat``."""
+        return {name: StoredTensor(shape=shape, dtypes=(self.name,))}
+
+    def expand(self, name: str, stored: Mapping[str, Tensor], out: Tensor) -> None:
+        """See ``WeightFormat``. Values are rounded to the dtype of ``out``."""
+        (found,) = stored.values()
+        numbers, size = SIZES[self.name]
+        blocks_NB, values = found.reshape(-1, size), BLOCKS[self.name]
+        # A part of a parameter's rows is contiguous.
+        target, step = out.view(-1, numbers), max(1, EXPANDED // numbers)
+        for first in range(0, len(blocks_NB), step):
+            part = target[first : first + step]
+            expanded = values(blocks_NB[first : first + step])
+            if not all(map(math.isfinite, (float(one) for one in torch.aminmax(expanded)))):
+                raise CheckpointError(f"{name} has a scale in {self.name} that is not finite; the file is damaged")
+            part.copy_(expanded)
+            if part.dtype == torch.float16 and not bool(torch.isfinite(part).all()):
+                raise Unsupported(f"{name} has values that float16 does not hold; expected dtype bfloat16 or float32")
+
+
+def _halves(blocks: Tensor, start: int) -> Tensor:
+    """Return ``[N, 1]``: the float16 at a byte, in float32."""
+    return blocks[:, start : start + 2].contiguous().view(torch.float16).float()
+
+
+def _bits(packed: Tensor, *shifts: int, mask: int) -> Tensor:
+    """Return ``[..., len(shifts), B]`` of ``[..., B]``: the bits at each shift. Eight bytes are
+    shifted at a time, or four."""
+    wide = torch.int64 if packed.shape[-1] % 8 == 0 else torch.int32
+    words, lanes = packed.contiguous().view(wide), mask * (0x0101010101010101 if wide == torch.int64 else 0x01010101)
+    return torch.stack([words >> shift & lanes for shift in shifts], -2).view(torch.uint8)
+
+
+def _joined(low: Tensor, high: Tensor) -> Tensor:
+    """Return codes of their low four bits and the bits above, of the same shape."""
+    return (low.view(torch.int64) | high.view(torch.int64) << 4).view(torch.uint8)
+
+
+def _nibbles(blocks: Tensor, start: int) -> Tensor:
+    """Return ``[N, 32]``: 16 low halves of bytes, then 16 high ones."""
+    return _bits(blocks[:, start : start + 16], 0, 4, mask=15).flatten(1)
+
+
+def _fifth_bits(blocks: Tensor, start: int) -> Tensor:
+    """Return ``[N, 32]``: the bits of four bytes, the lowest first."""
+    eight = torch.arange(256, dtype=torch.uint8).unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8) & 1
+    table = eight.view(torch.int64).squeeze(-1).to(blocks.device)
+    bits = table.index_select(0, blocks[:, start : start + 4].flatten().int())
+    return bits.view(torch.uint8).view(-1, 32)
+
+
+def _q4_0(blocks: Tensor) -> Tensor:
+    return _nibbles(blocks, 2).float().sub_(8).mul_(_halves(blocks, 0))
+
+
+def _q4_1(blocks: Tensor) -> Tensor:
+    return _nibbles(blocks, 4).float().mul_(_halves(blocks, 0)).add_(_halves(blocks, 2))
+
+
+def _q5_0(blocks: Tensor) -> Tensor:
+    codes = _joined(_nibbles(blocks, 6), _fifth_bits(blocks, 2))
+    return codes.float().sub_(16).mul_(_halves(blocks, 0))
+
+
+def _q5_1(blocks: Tensor) -> Tensor:
+    codes = _joined(_nibbles(blocks, 8), _fifth_bits(blocks, 4))
+    return codes.float().mul_(_halves(blocks, 0)).add_(_halves(blocks, 2))
+
+
+def _q8_0(blocks: Tensor) -> Tensor:
+    return blocks[:, 2:].view(torch.int8).float().mul_(_halves(blocks, 0))
+
+
+def _q2_k(blocks: Tensor) -> Tensor:
+    scales = blocks[:, :16]
+    steps = _halves(blocks, 80) * (scales & 15).float()
+    minima = _halves(blocks, 82) * (scales >> 4).float()
+    codes = _bits(blocks[:, 16:80].reshape(-1, 2, 32), 0, 2, 4, 6, mask=3).view(-1, 16, 16)
+    return codes.float().mul_(steps.unsqueeze(-1)).sub_(minima.unsqueeze(-1)).flatten(1)
+
+
+def _q3_k(blocks: Tensor) -> Tensor:
+    low = _bits(blocks[:, 96:104], 0, 4, mask=15).view(-1, 16)
+    high = _bits(blocks[:, 104:108], 0, 2, 4, 6, mask=3).view(-1, 16)
+    steps = _halves(blocks, 108) * (_joined(low, high).float() - 32)
+    codes = _bits(blocks[:, 32:96].reshape(-1, 2, 32), 0, 2, 4, 6, mask=3).view(-1, 256)
+    # A third bit that is not set stands for -4.
+    above = _bits(blocks[:, :32], *range(8), mask=1).view(-1, 256)
+    return (codes | above << 2).float().sub_(4).view(-1, 16, 16).mul_(steps.unsqueeze(-1)).flatten(1)
+
+
+def _scales_of_six_bits(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return float32 ``[N, 8, 1]`` of the steps and of the minima of ``Q4_K`` and ``Q5_K``."""
+    first, second, rest = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    steps = torch.cat((first & 63, rest & 15 | first >> 2 & 48), -1)
+    minima = torch.cat((second & 63, rest >> 4 | second >> 2 & 48), -1)
+    scaled = steps.float() * _halves(blocks, 0), minima.float() * _halves(blocks, 2)
+    return scaled[0].unsqueeze(-1), scaled[1].unsqueeze(-1)
+
+
+def _q4_k(blocks: Tensor) -> Tensor:
+    steps, minima = _scales_of_six_bits(blocks)
+    codes = _bits(blocks[:, 16:].reshape(-1, 4, 32), 0, 4, mask=15).view(-1, 8, 32)
+    return codes.float().mul_(steps).sub_(minima).flatten(1)
+
+
+def _q5_k(blocks: Tensor) -> Tensor:
+    steps, minima = _scales_of_six_bits(blocks)
+    low = _bits(blocks[:, 48:].reshape(-1, 4, 32), 0, 4, mask=15).view(-1, 8, 32)
+    codes = _joined(low, _bits(blocks[:, 16:48], *range(8), mask=1))
+    return codes.float().mul_(steps).sub_(minima).flatten(1)
+
+
+def _q6_k(blocks: Tensor) -> Tensor:
+    low = _bits(blocks[:, :128].reshape(-1, 2, 64), 0, 4, mask=15).view(-1, 16, 16)
+    high = _bits(blocks[:, 128:192].reshape(-1, 2, 32), 0, 2, 4, 6, mask=3).view(-1, 16, 16)
+    steps = _halves(blocks, 208) * blocks[:, 192:208].view(torch.int8).float()
+    return _joined(low, high).float().sub_(32).mul_(steps.unsqueeze(-1)).flatten(1)
+
+
+def _looked_up(codes: Tensor, values: tuple[int, ...]) -> Tensor:
+    table = torch.tensor(values, dtype=torch.float32, device=codes.device)
+    return table.index_select(0, codes.flatten().int()).view(codes.shape)
+
+
+def _powers(exponents: Tensor) -> Tensor:
+    return torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents)
+
+
+def _iq4_nl(blocks: Tensor) -> Tensor:
+    return _looked_up(_nibbles(blocks, 2), IQ4_VALUES).mul_(_halves(blocks, 0))
+
+
+def _iq4_xs(blocks: Tensor) -> Tensor:
+    low = torch.stack((blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4), -1).flatten(1)
+    shift = torch.tensor((0, 2, 4, 6), dtype=torch.uint8, device=blocks.device)
+    high = (blocks[:, 2:4].unsqueeze(-1) >> shift & 3).flatten(1)
+    steps = _halves(blocks, 0) * (_joined(low, high).float() - 32)
+    codes = _bits(blocks[:, 8:].reshape(-1, 8, 16), 0, 4, mask=15).view(-1, 8, 32)
+    return _looked_up(codes, IQ4_VALUES).mul_(steps.unsqueeze(-1)).flatten(1)
+
+
+def _mxfp4(blocks: Tensor) -> Tensor:
+    # The scale is 2 ** (byte - 127), and the table has twice the values.
+    return _powers(blocks[:, :1].int() - 128) * _looked_up(_nibbles(blocks, 1), FP4_VALUES)
+
+
+def _nvfp4(blocks: Tensor) -> Tensor:
+    scales = blocks[:, :4]
+    exponent, mantissa = scales >> 3 & 15, (scales & 7).float()
+    small, usual = mantissa * 2.0**-9, (1 + mantissa / 8) * _powers(exponent.int() - 7)
+    step = torch.where(exponent == 0, small, usual) * 0.5
+    step = torch.where((scales == 0) | (scales == 0x7F), 0.0, step).unsqueeze(-1)
+    codes = _bits(blocks[:, 4:].reshape(-1, 4, 8), 0, 4, mask=15).reshape(-1, 4, 16)
+    return (step * _looked_up(codes, FP4_VALUES)).flatten(1)
+
+
+BLOCKS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q8_0": _q8_0,
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+    "IQ4_NL": _iq4_nl,
+    "IQ4_XS": _iq4_xs,
+    "MXFP4": _mxfp4,
+    "NVFP4": _nvfp4,
+}
+"""Functions from blocks ``[N, B]``, uint8, to their values ``[N, numbers]`` in float32."""
