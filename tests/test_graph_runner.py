@@ -51,8 +51,6 @@ FAMILIES: dict[str, Any] = {
     "mamba2": test_recurrent_families,
 }
 """Full attention, windows beside it, latent rows, a hybrid, recurrent layers alone."""
-QUICK = ("mamba2",)
-"""The family of ``make test``: Triton's interpreter takes a minute and more for each."""
 TWO = ["llama-gqa", pytest.param("falcon-h1", marks=pytest.mark.slow)]
 
 
@@ -117,26 +115,28 @@ def drawn(rng: random.Random, count: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("name", "recurrence"),
+    ("name", "recurrence", "most", "steps"),
     [
-        *((name, None) if name in QUICK else pytest.param(name, None, marks=pytest.mark.slow) for name in FAMILIES),
-        ("mamba2", ChunkedRecurrence()),
+        *(pytest.param(name, None, 8, 14, marks=pytest.mark.slow) for name in FAMILIES),
+        ("mamba2", None, 2, 7),
+        ("mamba2", ChunkedRecurrence(), 8, 14),
     ],
 )
-def test_random_steps(name: str, recurrence: Any, tmp_path: Path) -> None:
+def test_random_steps(name: str, recurrence: Any, most: int, steps: int, tmp_path: Path) -> None:
     """Sequences come, fork, go back and go; any of them decode together, in any order. Lengths
     cross the ends of pages and items. States are read and written where they are, or copied.
+    Triton's interpreter takes a minute and more for all steps of a family.
     """
     pair, rng = make(name, tmp_path, recurrence=recurrence), random.Random(name)
     lengths: dict[int, int] = {}
-    for number in range(14):
+    for number in range(steps):
         verb = "add" if not lengths else rng.choice(("add", "fork", "pop", "remove", "none"))
         seq = rng.choice(list(lengths)) if lengths else 0
-        if verb == "add" and len(lengths) < 8:
+        if verb == "add" and len(lengths) < most:
             seq, count = pair.new_seq(), rng.choice((1, 3, 4, 29, 31, 32, 33, 62))
             pair.run(Chunk(seq, drawn(rng, count), logits="last" if number % 2 else "none"), edits=[Add(seq)])
             lengths[seq] = count
-        elif verb == "fork" and len(lengths) < 8:
+        elif verb == "fork" and len(lengths) < most:
             child = pair.new_seq()
             pair.run(edits=[Fork(seq, child)])
             lengths[child] = lengths[seq]
@@ -152,7 +152,7 @@ def test_random_steps(name: str, recurrence: Any, tmp_path: Path) -> None:
         assert pair.run(*(Chunk(seq, drawn(rng, 1)) for seq in some))
         for seq in some:
             lengths[seq] += 1
-    assert pair.captured >= 14
+    assert pair.captured >= steps
     assert 2 <= pair.work.recorded <= pair.work.replayed
 
 
@@ -292,7 +292,8 @@ def test_the_budget_counts_what_is_captured(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(build, "device_memory", lambda device: memory)
     monkeypatch.setattr(build, "CudaCapture", lambda: work)
     config = EngineConfig(
-        model="tiny-python", dtype="float32", attention_backend="triton", max_num_seqs=3, max_num_batched_tokens=3
+        model="tiny-python", dtype="float32", attention_backend="triton", max_num_seqs=3, max_num_batched_tokens=3,
+        max_model_len=128,
     )  # fmt: skip
     model = load_model(resolve_model("tiny-python"), dtype="float32", kernels=LayerKernels(TritonRows()))
     device = torch.device("cpu")

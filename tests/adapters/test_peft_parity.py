@@ -8,6 +8,7 @@ Mamba's), weights that the update was added to.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from quire.adapters.peft import read_adapter
 from quire.adapters.targets import EMBED, spelled, targets_of
 from quire.base.types import Chunk, Step
 
-pytest.importorskip("peft")
+pytestmark = pytest.mark.skipif(find_spec("peft") is None, reason="PEFT is not installed")
 
 NAMES = sorted((*FAMILIES, *WITH_VISION))
 PARTS = ("gate_proj", "up_proj", "down_proj", "gate", "w1", "w2", "w3")

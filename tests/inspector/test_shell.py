@@ -51,6 +51,7 @@ def test_what_others_wrote_is_shown_and_nothing_of_it_happens(visit: Visit, host
         assert page.title().endswith("Quire inspector")
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize("scheme", ["dark", "light"])
 @pytest.mark.parametrize("name", VIEWS)
 def test_axe_finds_nothing_serious(name: str, scheme: str, visit: Visit, hostile: Served) -> None:

@@ -97,7 +97,7 @@ LONG = [Entry(kind="chain", past=past, count=count) for past, count in ((200, 1)
 
 @pytest.mark.parametrize(("heads", "sizes"), [((1, 4), (64, 64)), ((2, 3), (80, 96)), ((1, 24), (16, 16))])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.product(2)
+@pytest.mark.product(3)
 def test_sizes_of_models(
     heads: tuple[int, int], sizes: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
