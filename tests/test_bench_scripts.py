@@ -425,6 +425,7 @@ def found(directory: Path) -> tuple[str, dict[str, Any]]:
 
 
 class TestStates:
+    @pytest.mark.slow
     def test_costs(self, found: tuple[str, dict[str, Any]]) -> None:
         table, result = found
         assert result["benchmark"] == "states"

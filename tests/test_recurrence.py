@@ -377,7 +377,7 @@ def test_in_pieces_with_the_state_carried(pieces: tuple[int, ...], decay: str, d
     assert_close(Recurred(torch.cat(outs), state), whole, inputs)
 
 
-@pytest.mark.product(3)
+@pytest.mark.product(5)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize("decay", ["head", "column"])
@@ -447,7 +447,7 @@ TREES: dict[str, list[list[int]]] = {
 }
 
 
-@pytest.mark.product(3)
+@pytest.mark.product(5)
 @pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("tree", sorted(TREES))
@@ -582,6 +582,7 @@ def test_other_entries_are_not_touched_by_what_is_not_a_number(backend: Recurren
     assert bool(found.out[rows].isnan().all())
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize("decay", DECAYS)
@@ -660,7 +661,7 @@ CONVOLUTIONS: dict[str, RecurrencePlan] = {
 TAPS = (1, 2, 3, 4, 7)
 
 
-@pytest.mark.product(3)
+@pytest.mark.product(5)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", sorted(CONVOLUTIONS))
 def test_convolution(backend: RecurrenceBackend, name: str, dtype: torch.dtype) -> None:

@@ -1073,7 +1073,7 @@ def test_long_conversations(make_llm: MakeLLM, llama: Checkpoint, merged: Merged
     converse(make_llm, llama, merged, seed, 500, host, pool=(120, 160, 400)[seed % 3])
 
 
-@pytest.mark.product(2)
+@pytest.mark.product(4)
 @pytest.mark.parametrize("host", [False, True])
 def test_conversations_with_recurrent_layers(make_llm: MakeLLM, hybrid: Checkpoint, host: bool) -> None:
     """Replays of what was not kept run under the adapters of the time."""

@@ -168,6 +168,7 @@ def test_continuations_equal_a_sort_of_all(distinct: int) -> None:
         assert best_continuations(totals, *top_logprobs(logits_RV, per_row), count) == every[:count]
 
 
+@pytest.mark.product(3)
 @pytest.mark.parametrize("early_stopping", [True, False, "never"])
 @pytest.mark.parametrize("penalty", [0.0, 1.0, -1.0])
 def test_equals_transformers(small: LLM, llama: Checkpoint, early_stopping: Any, penalty: float) -> None:

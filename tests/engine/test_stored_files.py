@@ -350,7 +350,7 @@ def of_version(number: int) -> Callable[[Path, random.Random], None]:
     return change
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(7)
 @pytest.mark.parametrize("fault", [flipped, cut, emptied, gone, swapped, of_version(0), of_version(2)])
 @pytest.mark.parametrize("share", [1.0, 0.3])
 def test_damaged_files_are_misses(

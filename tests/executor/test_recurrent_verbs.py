@@ -103,6 +103,7 @@ def test_every_verb_goes_back_to_every_position(hybrid: Hybrid) -> None:
     check(executor)
 
 
+@pytest.mark.slow
 @pytest.mark.sweep
 def test_the_other_face_goes_back_to_every_position(hybrid: Hybrid) -> None:
     executor = make_executor(hybrid)

@@ -290,6 +290,7 @@ def test_form_of_each_batch() -> None:
         assert [one for one in columns if one[1] != 8] == expected
 
 
+@pytest.mark.slow
 def test_long_chunks() -> None:
     """Beyond every bound at which the kernels cut chunks, with and without a past."""
     story = Story(latent(2, 4, 2, sm_scale=0.5), page_size=16)

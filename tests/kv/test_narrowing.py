@@ -225,7 +225,7 @@ def test_layers_that_share_a_source() -> None:
     pair.end()
 
 
-@pytest.mark.turns(1)
+@pytest.mark.product(2)
 @pytest.mark.parametrize("form", ["absorbed", "expanded"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_latent_rows(backend: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,7 +162,7 @@ def logits_of(path: Path, cut: Sequence[int], others: int, joined: bool = True, 
     return output.rows(others // 2).clone()
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(8)
 @pytest.mark.skipif(native_library() is None, reason="the products are PyTorch's here")
 @pytest.mark.parametrize("level", [None, EMULATED])
 def test_bfloat16_results_do_not_depend_on_the_batch(tiny: TinyCheckpoint, level: int | None) -> None:

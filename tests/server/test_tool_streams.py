@@ -52,7 +52,7 @@ def written(write: Any, value: str) -> str:
 
 
 @pytest.mark.parametrize("write", STREAMED, ids=lambda write: write.__name__)
-@settings(max_examples=examples(20, 40), deadline=None)
+@settings(max_examples=examples(10, 40), deadline=None)
 @given(parts=st.lists(STRINGS, max_size=12), place=st.integers(0, 10_000))
 def test_arguments_are_given_as_they_are_written(write: Any, parts: list[str], place: int) -> None:
     """All but an escape that is not whole."""
@@ -83,7 +83,7 @@ def _literal(source: str) -> Any:
 
 
 @pytest.mark.parametrize("write", TRANSLATED, ids=lambda write: write.__name__)
-@settings(max_examples=examples(25, 60), deadline=None)
+@settings(max_examples=examples(12, 60), deadline=None)
 @given(parts=st.lists(STRINGS, max_size=12), place=st.integers(0, 10_000))
 def test_strings_are_given_as_they_are_written(write: Any, parts: list[str], place: int) -> None:
     """Also where they become JSON: all but what may belong to the tag that ends them."""
@@ -175,7 +175,7 @@ def test_a_malformed_call_gets_all_of_it(write: Any, values: dict[str, Any], pla
 
 
 @pytest.mark.parametrize("write", TRANSLATED, ids=lambda write: write.__name__)
-@settings(max_examples=examples(25, 60), deadline=None)
+@settings(max_examples=examples(12, 60), deadline=None)
 @given(calls=CALLS, place=st.integers(0, 10_000), places=st.lists(st.integers(0, 2000), max_size=6))
 def test_a_prefix_of_the_text_is_a_prefix_of_the_calls(
     write: Any, calls: list[Any], place: int, places: list[int]
