@@ -644,12 +644,13 @@ def test_rows_that_see_nothing(name: str) -> None:
         assert not nothing.run(BACKENDS[name]()).any()
 
 
+@pytest.mark.parametrize("seeds", [3, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", PATIENT)
-def test_new_rows_from_the_pool(name: str) -> None:
+def test_new_rows_from_the_pool(name: str, seeds: int) -> None:
     """Prompts and long chunks without fresh K and V, beside entries whose last page nobody sees,
     and one with fewer keys than new tokens, which has no rows of its own."""
     hidden, short = Entry(kind="mask", past=5, count=1), Entry(kind="past", past=3, count=25)
-    for seed in range(3):
+    for seed in range(seeds):
         Case([hidden, *CHUNKS, hidden, short, hidden], seed=seed, page_size=1, fresh=False).check(name)
 
 

@@ -9,6 +9,7 @@ Letters: T new tokens; S of them that run.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -35,10 +36,11 @@ from .snapshots import snapshot
 from .test_latent import Story, latent
 
 Rows = NDArray[np.int64]
+FIRST = attention()
 SPECS: list[Spec] = [
-    attention(),
+    FIRST,
     windowed(7),
-    attention(softcap=1.5),
+    replace(attention(softcap=1.5), rope=FIRST.rope),  # one rotation for both, as in models
     attention(sinks=(0.5, -1.0, 2.0, 0.0), rotary_dim=8),
     windowed(19, 0),
 ]

@@ -52,7 +52,7 @@ MUTANTS = (
         file="engine/session_branches.py",
         old="agreed = parent.runs.agreed(child.runs, length)\n",
         new="agreed = length\n",
-        tests=("engine/test_adapters.py::test_a_rewind_into_another_run", "engine/test_adapters.py"),
+        tests=("engine/test_adapters.py::test_a_fork_within_another_run",),
     ),
     Mutant(
         name="files-without-their-adapters",
