@@ -621,6 +621,7 @@ def check_feature(
         ).check()
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_that_see_nothing(name: str) -> None:
     """A past that is empty, a mask without a key, a window that ends before the keys: 0 and -inf,
@@ -726,6 +727,7 @@ def test_kinds_of_layers(name: str) -> None:
 # -- how the torch backend does it -----------------------------------------------------------------
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize("count", [1, 3, 16, 17, 40])
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("window", [0, 12])
@@ -745,7 +747,7 @@ def test_rows_of_any_stride(count: int, groups: int, window: int) -> None:
         case.check("torch")
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(8)
 @pytest.mark.parametrize("scores", [1, 100, 1 << 12, 1 << 26])
 @pytest.mark.parametrize("groups", [1, 3])
 def test_no_more_scores_than_allowed(scores: int, groups: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -265,7 +265,7 @@ def test_example_of_the_convolution(backend: RecurrenceBackend) -> None:
 # -- chains ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.product(4)
+@pytest.mark.product(8)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize("decay", DECAYS)
@@ -276,7 +276,7 @@ def test_chains(backend: RecurrenceBackend, length: int, decay: str, delta: bool
     assert_close(run(backend, plan, inputs), plan, inputs)
 
 
-@pytest.mark.product(3)
+@pytest.mark.product(6)
 @pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("ratio", [1, 2, 4])
@@ -343,7 +343,7 @@ def test_no_subnormal_numbers_in_products(size: int, rate: float) -> None:
         assert not bool(((found != 0) & (found.abs() < torch.finfo(found.dtype).tiny)).any())
 
 
-@pytest.mark.product(2)
+@pytest.mark.product(4)
 @pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize("decay", DECAYS)
 def test_wanted_rows(backend: RecurrenceBackend, decay: str, delta: bool) -> None:
@@ -492,7 +492,7 @@ def test_equal_to_paths_run_as_chains() -> None:
 # -- dtypes, layouts, devices ----------------------------------------------------------------------
 
 
-@pytest.mark.product(2)
+@pytest.mark.product(4)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize("decay", DECAYS)
@@ -533,7 +533,7 @@ def scattered(x: Tensor) -> Tensor:
     return view
 
 
-@pytest.mark.product(3)
+@pytest.mark.product(6)
 @pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("lengths", [(70, 3), (1, 1), (65,)])

@@ -110,6 +110,7 @@ class Case:
         return y_TO
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @settings(max_examples=150, deadline=None)
 @given(seed=st.integers(0, 2**32))

@@ -122,7 +122,7 @@ def peft_targets(peer: Any, sites: Any) -> list[str]:
     return found
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 @pytest.mark.parametrize(
     "name", [pytest.param(one, marks=() if one in SPELLINGS else pytest.mark.slow) for one in NAMES]
 )
@@ -138,7 +138,7 @@ def test_every_family_is_as_peft_has_it(name: str, tmp_path: Path) -> None:
     check(bed, tmp_path / "adapter", peer, adapted)
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 @pytest.mark.parametrize(
     "name", [pytest.param(one, marks=() if one in SPELLINGS else pytest.mark.slow) for one in NAMES]
 )
@@ -214,6 +214,7 @@ def test_options_are_as_peft_has_them(option: str, tmp_path: Path) -> None:
     check(Bed(tmp_path / "base"), tmp_path / "adapter", peer, adapted)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("start", [True, "gaussian", "orthogonal", "mica"])
 def test_starts_of_training_that_leave_the_base_as_it_is(start: bool | str, tmp_path: Path) -> None:
     peer = make_base("llama", tmp_path / "base")

@@ -82,7 +82,7 @@ def files(directory: Path) -> list[Path]:
 # -- another engine --------------------------------------------------------------------------------
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(8)
 def test_prompts_and_turns_outlive_the_engine(start: Callable[..., LLM], family: Checkpoint) -> None:
     """A client that sends its history again goes on where it was."""
     first = start(family)
@@ -601,7 +601,7 @@ def converse(
     return conversations
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(8)
 def test_conversations(
     start: Callable[..., LLM], make_llm: MakeLLM, family: Checkpoint, tmp_path: Path, directory: Path
 ) -> None:

@@ -146,7 +146,7 @@ class Machine:
 VERBS = ("decode", "prefill", "truncate", "verify", "tree", "speculate", "sample", "clone", "reload", "release")
 
 
-@pytest.mark.product(4)
+@pytest.mark.product(8)
 @pytest.mark.parametrize(
     "given",
     [

@@ -61,6 +61,7 @@ def test_axe_finds_nothing_serious(name: str, scheme: str, visit: Visit, hostile
         assert findings(page) == []
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("name", VIEWS)
 def test_a_phone_needs_no_scrolling_to_the_side(name: str, visit: Visit, hostile: Served) -> None:
     with visit(f"{hostile.url}/#{name.lower()}", viewport={"width": 360, "height": 740}) as (page, _):

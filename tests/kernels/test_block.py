@@ -99,7 +99,7 @@ class End:
         return call(heads_TC, x_TE)
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form[0]}-{form[1]}")
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_number_is_that_of_the_parts(

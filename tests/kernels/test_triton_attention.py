@@ -107,7 +107,7 @@ def test_sizes_of_models(
     check(Case(LONG, heads=heads, sizes=sizes, dtype=dtype, page_size=16), CUT, WHOLE, patch=monkeypatch)
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("sizes", [(48, 32), (576, 512)])
 @pytest.mark.parametrize("entries", [[Entry(kind="chain", past=70, count=1)] * 2, [*CHUNKS[:1], *DECODES[:1]]])
 def test_values_that_are_columns_of_keys(

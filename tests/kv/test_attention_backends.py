@@ -235,6 +235,7 @@ ENTRY = st.one_of(
 class TestSdpa:
     seen: ClassVar[Counter[str]] = Counter()
 
+    @pytest.mark.product(2)
     @pytest.mark.parametrize("device", DEVICES)
     @pytest.mark.parametrize("examples", [70, pytest.param(1500, marks=pytest.mark.slow)])
     def test_random_ragged_plans(self, device: str, examples: int) -> None:
@@ -274,7 +275,7 @@ class TestSdpa:
                 "long chunk over pages",
             }
 
-    @pytest.mark.turns(4)
+    @pytest.mark.turns(8)
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("heads", GROUPS)
     @pytest.mark.parametrize("sizes", SIZES)

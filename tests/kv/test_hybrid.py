@@ -368,7 +368,7 @@ def test_conversations_for_long() -> None:
     )
 
 
-@pytest.mark.product(8)
+@pytest.mark.product(16)
 @pytest.mark.parametrize("kind", sorted(KINDS))
 @pytest.mark.parametrize("chunk", [1, 2, 3, 7, 40])
 def test_every_chunking_gives_the_same(kind: str, chunk: int) -> None:

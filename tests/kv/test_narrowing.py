@@ -179,6 +179,7 @@ def test_rows_that_were_given_are_kept_to_the_bit(backend: str) -> None:
     pair.append(0, 3)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_true_rows_change_nothing(dtype: torch.dtype) -> None:
     """The rows of a forward that ran, given to one that runs some: each row comes out as before,

@@ -607,7 +607,7 @@ def chunkings(total: int) -> list[list[int]]:
     ]
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("mode", ["normal", "inline"])
 @pytest.mark.parametrize("rope", SCALED, ids=lambda spec: f"{spec.scaling}-{spec.interleaved}")
 def test_scaled_layers_in_every_chunking(rope: RopeSpec, mode: RopeMode) -> None:

@@ -36,6 +36,7 @@ def api(chat_served: Served) -> Iterator[Any]:
         yield client
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("thought", [False, True])
 def test_events_have_the_official_types(
     anthropic: Any, capable: Served, says: Callable[[str], None], thought: bool

@@ -48,6 +48,7 @@ WRITERS: Mapping[str, Callable[[Calls], str]] = {
 }
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize("writer", WRITERS)
 @pytest.mark.parametrize("name", NAMES)
 def test_they_are_calls_in_every_format(name: str, writer: str) -> None:
@@ -59,6 +60,7 @@ def test_they_are_calls_in_every_format(name: str, writer: str) -> None:
             assert message.content is None
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("writer", WRITERS)
 @settings(max_examples=examples(6, 15), deadline=None)
 @given(calls=CALLS, places=st.lists(st.integers(0, 10_000), max_size=6), more=STRINGS)

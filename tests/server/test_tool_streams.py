@@ -51,6 +51,7 @@ def written(write: Any, value: str) -> str:
 # -- how soon --------------------------------------------------------------------------------------
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("write", STREAMED, ids=lambda write: write.__name__)
 @settings(max_examples=examples(10, 40), deadline=None)
 @given(parts=st.lists(STRINGS, max_size=12), place=st.integers(0, 10_000))
@@ -82,6 +83,7 @@ def _literal(source: str) -> Any:
         return None
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("write", TRANSLATED, ids=lambda write: write.__name__)
 @settings(max_examples=examples(12, 60), deadline=None)
 @given(parts=st.lists(STRINGS, max_size=12), place=st.integers(0, 10_000))
@@ -174,6 +176,7 @@ def test_a_malformed_call_gets_all_of_it(write: Any, values: dict[str, Any], pla
     assert streamed(format, cut(broken, places)) == message
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("write", TRANSLATED, ids=lambda write: write.__name__)
 @settings(max_examples=examples(12, 60), deadline=None)
 @given(calls=CALLS, place=st.integers(0, 10_000), places=st.lists(st.integers(0, 2000), max_size=6))

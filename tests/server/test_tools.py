@@ -241,6 +241,7 @@ def tools_of(calls: Calls) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("write", list(WRITERS), ids=lambda write: write.__name__)
 @settings(max_examples=examples(12, 100), deadline=None)
 @given(content=CONTENTS, calls=CALLS, places=st.lists(st.integers(0, 2000), max_size=12))
@@ -259,6 +260,7 @@ def test_what_templates_write(write: Callable[[Calls], str], content: str, calls
     assert streamed(format, list(text), tools) == message
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("write", list(WRITERS), ids=lambda write: write.__name__)
 def test_a_call_that_is_cut_short_stays_one(write: Callable[[Calls], str]) -> None:
     format = format_of(WRITERS[write])
@@ -664,7 +666,7 @@ INSIDE = '<tool_call>{"name": "f", "arguments": {"a": [{}, "'
 """The beginning of a call of ``hermes``; others take it for text."""
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(8)
 @pytest.mark.parametrize(
     ("name", "unit", "begin"),
     [
