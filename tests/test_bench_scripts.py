@@ -238,6 +238,7 @@ class TestWindows:
 
 
 class TestOverheads:
+    @pytest.mark.slow
     def test_runs_and_reports(self, directory: Path) -> None:
         table, result = run("overheads", directory, "--batch", "3", "--context", "20", "--decode", "5", "--rounds", "2")
         assert "attention plan" in table
@@ -558,6 +559,7 @@ class TestStates:
 
 
 class TestQuantisation:
+    @pytest.mark.slow
     def test_runs_and_reports(self) -> None:
         if native_problem():
             pytest.skip(native_problem())

@@ -19,6 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from tests.examples import examples
 from torch import Tensor
 
 from quire.contracts.attention import AttentionBackend, AttentionState, ForwardPlan, Scoring
@@ -325,7 +326,7 @@ class TestSdpa:
             case.q_THD, case.k_THD = wide[:, 2:6], wide[:, 6:8]
             assert torch.equal(case.run(SdpaAttention()), expected)
 
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=examples(66, 200), deadline=None)
     @given(costs=st.lists(st.integers(1, 500), min_size=1, max_size=40), slack=st.integers(0, 600))
     def test_groups_waste_little(self, costs: list[int], slack: int) -> None:
         cost = np.array(costs)

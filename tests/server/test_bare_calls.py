@@ -159,7 +159,7 @@ def test_a_call_that_was_cut_stays_one() -> None:
     assert broken.content == "\nSo."
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(40, 100), deadline=None)
 @given(value=JSON, text=st.text(max_size=10), places=st.lists(st.integers(0, 10_000), max_size=5))
 def test_no_answer_is_changed(value: Any, text: str, places: list[int]) -> None:
     answer = f"{json.dumps(value, ensure_ascii=False)}{text}"

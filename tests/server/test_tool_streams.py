@@ -251,7 +251,7 @@ PARTS = ["\\", "\\'", '"', "n", "x4", "1", "u00e9", "U0001", "F600", "07", "8", 
 
 
 @pytest.mark.filterwarnings("ignore:invalid")
-@settings(max_examples=examples(200, 500), deadline=None)
+@settings(max_examples=examples(100, 500), deadline=None)
 @given(st.lists(st.sampled_from(PARTS), max_size=8).map("".join))
 @example("\\ud83d")
 def test_strings_are_what_python_reads(body: str) -> None:
@@ -270,7 +270,7 @@ def test_tuples_are_lists(source: str) -> None:
     assert read(source) == json.loads(json.dumps(ast.literal_eval(source)))
 
 
-@settings(max_examples=examples(120, 300), deadline=None)
+@settings(max_examples=examples(60, 300), deadline=None)
 @given(JSON)
 def test_json_literals_are_literals_too(value: Any) -> None:
     assert read(json.dumps(value)) == value

@@ -332,7 +332,7 @@ def without_wrappers(format: ToolFormat, text: str) -> str:
 SOUP = st.lists(st.sampled_from(FRAGMENTS), max_size=14).map("".join)
 
 
-@settings(max_examples=examples(120, 400), deadline=None)
+@settings(max_examples=examples(60, 400), deadline=None)
 @given(SOUP, st.lists(st.integers(0, 1000), max_size=10))
 def test_any_text_however_it_is_cut(text: str, places: list[int]) -> None:
     for format in every_format():
@@ -351,7 +351,7 @@ def test_any_text_however_it_is_cut(text: str, places: list[int]) -> None:
             assert begins_an_object(call.arguments[:written])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(100, 300), deadline=None)
 @given(SOUP)
 def test_what_is_around_a_call_does_not_change_it(text: str) -> None:
     format = format_of("hermes")
@@ -395,7 +395,7 @@ JSON_SOUP = st.lists(
 )
 
 
-@settings(max_examples=examples(100, 500), deadline=None)
+@settings(max_examples=examples(50, 500), deadline=None)
 @given(st.sampled_from("{["), JSON_SOUP | JSON.map(json.dumps).map(list), st.lists(st.integers(0, 300), max_size=6))
 def test_json_is_what_python_reads(opener: str, parts: list[str], places: list[int]) -> None:
     text = "".join(parts)
