@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,12 @@ FAMILIES: dict[str, Any] = {
     "mamba2": test_recurrent_families,
 }
 """Full attention, windows beside it, latent rows, a hybrid, recurrent layers alone."""
+NARROWER = {
+    "llama-gqa": {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1},
+    "mamba2": {"num_hidden_layers": 2},
+    "falcon-h1": {"num_hidden_layers": 2},
+}
+"""Where a test needs no more: Triton's interpreter takes milliseconds for each program."""
 TWO = ["llama-gqa", pytest.param("falcon-h1", marks=pytest.mark.slow)]
 
 
@@ -72,7 +79,7 @@ class Pair:
                 num_states=96 if recurrent else None,
                 page_size=PAGE,
                 # Items of 32 keys, so that most sequences are cut.
-                backend=TritonAttention(least_split=32, programs=16) if backend is None else backend,
+                backend=TritonAttention(least_split=32, programs=8) if backend is None else backend,
                 recurrence=TritonRecurrence() if recurrence is None else recurrence,
                 rows=rows,
                 padding=padding,
@@ -104,9 +111,12 @@ class Pair:
         return found.captured
 
 
-def make(name: str, path: Path, **options: Any) -> Pair:
+def make(name: str, path: Path, *, whole: bool = False, **options: Any) -> Pair:
     module = FAMILIES.get(name, test_moe_families)
-    module.make_checkpoint(next(one for one in module.CASES if one.name == name), path)
+    case = next(one for one in module.CASES if one.name == name)
+    if not whole and name in NARROWER:
+        case = replace(case, changes={**case.changes, **NARROWER[name]})
+    module.make_checkpoint(case, path)
     return Pair(path, **options)
 
 
@@ -127,7 +137,8 @@ def test_random_steps(name: str, recurrence: Any, most: int, steps: int, tmp_pat
     cross the ends of pages and items. States are read and written where they are, or copied.
     Triton's interpreter takes a minute and more for all steps of a family.
     """
-    pair, rng = make(name, tmp_path, recurrence=recurrence), random.Random(name)
+    pair = make(name, tmp_path, recurrence=recurrence, whole=steps == 14)
+    rng = random.Random(name)
     lengths: dict[int, int] = {}
     for number in range(steps):
         verb = "add" if not lengths else rng.choice(("add", "fork", "pop", "remove", "none"))
@@ -171,13 +182,13 @@ def decodes(seqs: Sequence[int], token: int = 9) -> list[Chunk]:
 
 @pytest.mark.parametrize("name", TWO)
 def test_rows_without_tokens_change_nothing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches of 5, 3 and 4 are of one size, 6. What a row without a token writes is nobody's."""
+    """Batches of 5, 3 and 1 are of one size, 6. What a row without a token writes is nobody's."""
     monkeypatch.setattr(graph, "rounded", lambda entries: 6)
     pair = make(name, tmp_path)
     seqs = begun(pair, 3, 33, 1, 30, 64)
-    for some in (seqs, seqs[:3], seqs[1:], seqs[::-1], seqs[:1], seqs):
+    for some in (seqs, seqs[:3], seqs[:1], seqs[::-1]):
         assert pair.run(*decodes(some))
-    assert (pair.work.recorded, pair.work.replayed) == (1, 5)
+    assert (pair.work.recorded, pair.work.replayed) == (1, 3)
 
 
 def test_states_are_used_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
