@@ -61,7 +61,7 @@ def test_each_feature(feature: str, dtype: torch.dtype, monkeypatch: pytest.Monk
     entries, softcap, learned = FEATURES[feature]
     # Fewer entries than there: each program takes the interpreter milliseconds.
     case = Case(
-        entries[::2] + entries[1:2],
+        entries[::3] + entries[1:2],
         sizes=(16, 6),
         page_size=5,
         heads=(1, 2),
