@@ -53,8 +53,8 @@ FAMILIES: dict[str, Any] = {
 }
 """Full attention, windows beside it, latent rows, a hybrid, recurrent layers alone."""
 NARROWER = {
-    "llama-gqa": {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1},
-    "mamba2": {"num_hidden_layers": 2},
+    "llama-gqa": {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1},
+    "mamba2": {"num_hidden_layers": 1},
     "falcon-h1": {"num_hidden_layers": 2},
 }
 """Where a test needs no more: Triton's interpreter takes milliseconds for each program."""
@@ -128,7 +128,7 @@ def drawn(rng: random.Random, count: int) -> list[int]:
     ("name", "recurrence", "most", "steps"),
     [
         *(pytest.param(name, None, 8, 14, marks=pytest.mark.slow) for name in FAMILIES),
-        ("mamba2", None, 2, 7),
+        ("mamba2", None, 2, 6),
         ("mamba2", ChunkedRecurrence(), 8, 14),
     ],
 )
@@ -182,11 +182,11 @@ def decodes(seqs: Sequence[int], token: int = 9) -> list[Chunk]:
 
 @pytest.mark.parametrize("name", TWO)
 def test_rows_without_tokens_change_nothing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches of 5, 3 and 1 are of one size, 6. What a row without a token writes is nobody's."""
-    monkeypatch.setattr(graph, "rounded", lambda entries: 6)
+    """Batches of 3, 2 and 1 are of one size, 4. What a row without a token writes is nobody's."""
+    monkeypatch.setattr(graph, "rounded", lambda entries: 4)
     pair = make(name, tmp_path)
-    seqs = begun(pair, 3, 33, 1, 30, 64)
-    for some in (seqs, seqs[:3], seqs[:1], seqs[::-1]):
+    seqs = begun(pair, 3, 33, 1)
+    for some in (seqs, seqs[:2], seqs[:1], seqs[::-1]):
         assert pair.run(*decodes(some))
     assert (pair.work.recorded, pair.work.replayed) == (1, 3)
 
