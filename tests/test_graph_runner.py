@@ -290,10 +290,10 @@ def test_without_room_nothing_is_captured_ahead(tmp_path: Path, monkeypatch: pyt
 def test_sizes_share_their_memory(tmp_path: Path) -> None:
     """Those behind the largest take none."""
     pair = make("qwen2-windows", tmp_path)
-    assert pair.runner.capture(4)
+    assert pair.runner.capture(2)
     taken = pair.runner.shared.nbytes
-    assert taken > 4 * VOCAB * 4
-    assert pair.runner.capture(3)
+    assert taken > 2 * VOCAB * 4
+    assert pair.runner.capture(1)
     assert pair.runner.shared.nbytes == taken
 
 
