@@ -35,7 +35,6 @@ from quire.kernels.rows.triton_rows import TritonRows
 from quire.kv.plain_format import PlainFormat
 from quire.kv.recurrent import RecurrentStorage
 from quire.kv.state import State
-from quire.models.catalogue import resolve_model
 from quire.models.loading import load_model
 from quire.nn.packed import LayerKernels
 from quire.runner import graph
@@ -297,16 +296,20 @@ def test_sizes_share_their_memory(tmp_path: Path) -> None:
     assert pair.runner.shared.nbytes == taken
 
 
-def test_the_budget_counts_what_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_budget_counts_what_is_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Decodes of the two largest usual sizes, on a state that is gone afterwards."""
     memory, work = MadeUpMemory(), FrozenWork()
     monkeypatch.setattr(build, "device_memory", lambda device: memory)
     monkeypatch.setattr(build, "CudaCapture", lambda: work)
+    make("llama-gqa", tmp_path)
     config = EngineConfig(
-        model="tiny-python", dtype="float32", attention_backend="triton", max_num_seqs=3, max_num_batched_tokens=3,
-        max_model_len=128,
-    )  # fmt: skip
-    model = load_model(resolve_model("tiny-python"), dtype="float32", kernels=LayerKernels(TritonRows()))
+        model=str(tmp_path),
+        dtype="float32",
+        attention_backend="triton",
+        max_num_seqs=3,
+        max_num_batched_tokens=3,
+    )
+    model = load_model(tmp_path, dtype="float32", kernels=LayerKernels(TritonRows()))
     device = torch.device("cpu")
     given = (config, model, build.make_adapters(model), PlainFormat(torch.float32), device, 64)
     budgets = [build.pool_budget(*given, captures=captures) for captures in (False, True)]
