@@ -54,7 +54,8 @@ FAMILIES: dict[str, Any] = {
 NARROWER = {
     "llama-gqa": {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1},
     "mamba2": {"num_hidden_layers": 1},
-    "falcon-h1": {"num_hidden_layers": 2},
+    "falcon-h1": {"num_hidden_layers": 1},
+    "mixtral": {"num_hidden_layers": 1},
 }
 """Where a test needs no more: Triton's interpreter takes milliseconds for each program."""
 TWO = ["llama-gqa", pytest.param("falcon-h1", marks=pytest.mark.slow)]
