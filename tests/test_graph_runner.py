@@ -382,7 +382,7 @@ def test_steps_ahead(name: str, tmp_path: Path) -> None:
         engine = make_engine(runner, limits=Limits(max_num_seqs=4, max_num_batched_tokens=64), max_model_len=LONGEST)
         engine.stepper.runs_ahead = engine.sampling.later = runner is pair.runner
         rng, requests = random.Random(name), []
-        for number in range(6):
+        for number in range(4):
             params = SamplingParams(
                 temperature=1.0 if number % 2 else 0.0,
                 seed=number,
