@@ -1,7 +1,7 @@
 """The C++ attention over pages: against the reference in float64 at each level of instructions, and
 rows to the bit whatever the batch.
 
-``tests/test_attention_kernel.py`` holds all backends against a definition by loops; here are long
+``test_attention_kernel.py`` holds all backends against a definition by loops; here are long
 histories, sizes of heads, levels, threads and batches.
 
 Letters: T rows of the batch; S slots; P page size; Hq, Hkv heads; Dk, Dv head sizes.
@@ -25,7 +25,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from tests.test_attention_kernel import BACKENDS, FEATURES, GROUPS, KINDS, SIZES, Case, random_entry
+from tests.kernels.test_attention_kernel import BACKENDS, FEATURES, GROUPS, KINDS, SIZES, Case, random_entry
 from tests.test_parity import FAMILIES
 from tests.test_parity import SIZES as MODEL
 from torch import Tensor

@@ -1,5 +1,5 @@
-"""The backend ``triton`` against the exact attention of ``tests.test_attention_kernel``: on a GPU,
-or on the CPU by Triton's interpreter.
+"""The backend ``triton`` against the exact attention of ``test_attention_kernel``: on a GPU, or on
+the CPU by Triton's interpreter.
 
 Letters: as there.
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.test_attention_kernel import CHUNKS, DECODES, FEATURES, KINDS, SIZES, Case, Entry, random_entry
+from tests.kernels.test_attention_kernel import CHUNKS, DECODES, FEATURES, KINDS, SIZES, Case, Entry, random_entry
 from tests.triton_machine import DEVICE, DTYPES, MISSING, CarriedAttention, needs_triton
 
 from quire import LLM, SamplingParams, build
@@ -40,7 +40,7 @@ WHOLE = CarriedAttention(least_split=1 << 20)
 
 def check(case: Case, *backends: CarriedAttention, patch: pytest.MonkeyPatch) -> None:
     """Check a case with these backends."""
-    from tests import test_attention_kernel
+    from tests.kernels import test_attention_kernel
 
     for backend in backends:
         patch.setitem(test_attention_kernel.BACKENDS, "triton", lambda backend=backend: backend)

@@ -1,5 +1,5 @@
-"""The backend ``triton`` of recurrences against the definition of ``tests.test_recurrence``: on a
-GPU, or on the CPU by Triton's interpreter. On a GPU that file runs it too, with all its cases.
+"""The backend ``triton`` of recurrences against the definition of ``test_recurrence``: on a GPU, or
+on the CPU by Triton's interpreter. On a GPU that file runs it too, with all its cases.
 
 Letters: as there.
 """
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.test_recurrence import (
+from tests.kernels.test_recurrence import (
     CONVOLUTIONS,
     DECAYS,
     TREES,

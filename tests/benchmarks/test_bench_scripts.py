@@ -43,7 +43,7 @@ from quire_bench.hardware import Hardware, measure
 from quire_bench.peers import TransformersPeer
 from quire_bench.reports import Spread, random_prompts
 
-BENCH = Path(__file__).parents[1] / "bench"
+BENCH = Path(__file__).parents[2] / "bench"
 QUICK = SHAPES["quick-1m"]
 OPTIONS = {"device": "cpu", "dtype": "float32", "kv_cache_memory": "32MiB"}
 

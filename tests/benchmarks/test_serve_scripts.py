@@ -23,7 +23,7 @@ from quire.base.errors import InvalidArgument, QuireError, Unsupported
 from quire.grammars import slow_masks
 from quire_bench.serve_process import ServerProcess, resident_bytes, server_process
 
-BENCH = Path(__file__).parents[1] / "bench"
+BENCH = Path(__file__).parents[2] / "bench"
 
 
 @pytest.fixture(scope="module")

@@ -10,12 +10,12 @@ from itertools import pairwise
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tests.text.test_tokenizer import BUNDLED, load, tokenizer_of
 
 from quire.base.errors import FailedPrecondition, InvalidArgument
 from quire.text.detokenizer import IncrementalDetokenizer, StopMatcher
 from quire.text.tokenizer import Tokenizer
 from small_tokenizers import BUILDERS, LINES
-from test_tokenizer import BUNDLED, load, tokenizer_of
 
 KINDS = [*BUILDERS, "bundled"]
 

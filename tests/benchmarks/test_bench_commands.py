@@ -40,7 +40,7 @@ from quire_bench.throughput import (
     worth_it,
 )
 
-BENCH = Path(__file__).parents[1] / "bench"
+BENCH = Path(__file__).parents[2] / "bench"
 QUICK = SHAPES["quick-1m"]
 WINDOW = 24
 HARDWARE: Hardware = {

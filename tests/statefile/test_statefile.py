@@ -46,7 +46,7 @@ from quire.statefile import header as state_header
 from quire.statefile.container import TensorSpec, plan_of, read_state, to_bytes, write_state
 from quire.statefile.header import dtypes
 
-DOC = (Path(__file__).parents[1] / "docs" / "statefile.md").read_text()
+DOC = (Path(__file__).parents[2] / "docs" / "statefile.md").read_text()
 PREFIX = b'{"__metadata__":{"header_checksum":"'
 
 

@@ -21,7 +21,7 @@ from quire.base.errors import InvalidArgument
 
 __all__ = ["plain_folder"]
 
-BENCH = Path(__file__).parents[1] / "bench"
+BENCH = Path(__file__).parents[2] / "bench"
 HERE = Path(sys.executable)
 
 
