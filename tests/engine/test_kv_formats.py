@@ -331,6 +331,7 @@ def test_objects_of_another_format_are_not_found(
 def test_norms_and_forks_of_sessions(small: LLM, llama: Checkpoint) -> None:
     session = small.session(random_tokens(30))
     rows = session.kv(1)
+    # Two sums of squares in float32.
     np.testing.assert_allclose(session.norms(1).norms["k"], rows["k"].norm(dim=-1).numpy(), rtol=1e-5)
     other = session.fork()
     other.set_kv(1, v=rows["v"] * 2)
