@@ -91,7 +91,7 @@ def ranked(
 
 @pytest.mark.parametrize(
     ("vocab_size", "block"),
-    [(97, 16), pytest.param(97, 4096, marks=pytest.mark.slow), pytest.param(4500, 1024, marks=pytest.mark.slow)],
+    [(97, 64), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((97, 4096), (97, 16), (4500, 1024)))],
 )
 def test_draws_in_order_of_probability(vocab_size: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of rows with many equal logits, zeros of both signs among them, at the ends of [0, 1)."""
