@@ -5,6 +5,7 @@ that send it.
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
 import zlib
@@ -100,3 +101,7 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+    # In every test pytest adds its handlers to each logger that hands nothing up; PyTorch has 60.
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger) and logger.name.startswith(("torch", "transformers")):
+            logger.propagate = True

@@ -118,6 +118,7 @@ class TestTraining:
             assert [(labels[place], asked[place] - 1) for place in places] == [known[ids[place]] for place in places]
             assert max(labels[places[-1] + 1 :], default=train.IGNORED) == train.IGNORED
 
+    @pytest.mark.slow
     def test_training_ends_better_than_it_began_and_is_kept_as_quire_loads_it(
         self, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -18,6 +18,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.examples import examples
 from torch import Tensor
 
 from quire.build import make_adapters
@@ -110,8 +111,9 @@ class Case:
         return y_TO
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(50, 150), deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_any_rows_give_what_the_reference_gives(dtype: torch.dtype, seed: int) -> None:
     kernel = native_low_rank()

@@ -8,6 +8,7 @@ Mamba's), weights that the update was added to.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from quire.adapters.peft import read_adapter
 from quire.adapters.targets import EMBED, spelled, targets_of
 from quire.base.types import Chunk, Step
 
-pytest.importorskip("peft")
+pytestmark = pytest.mark.skipif(find_spec("peft") is None, reason="PEFT is not installed")
 
 NAMES = sorted((*FAMILIES, *WITH_VISION))
 PARTS = ("gate_proj", "up_proj", "down_proj", "gate", "w1", "w2", "w3")
@@ -121,7 +122,7 @@ def peft_targets(peer: Any, sites: Any) -> list[str]:
     return found
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 @pytest.mark.parametrize(
     "name", [pytest.param(one, marks=() if one in SPELLINGS else pytest.mark.slow) for one in NAMES]
 )
@@ -137,7 +138,7 @@ def test_every_family_is_as_peft_has_it(name: str, tmp_path: Path) -> None:
     check(bed, tmp_path / "adapter", peer, adapted)
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 @pytest.mark.parametrize(
     "name", [pytest.param(one, marks=() if one in SPELLINGS else pytest.mark.slow) for one in NAMES]
 )
@@ -213,6 +214,7 @@ def test_options_are_as_peft_has_them(option: str, tmp_path: Path) -> None:
     check(Bed(tmp_path / "base"), tmp_path / "adapter", peer, adapted)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("start", [True, "gaussian", "orthogonal", "mica"])
 def test_starts_of_training_that_leave_the_base_as_it_is(start: bool | str, tmp_path: Path) -> None:
     peer = make_base("llama", tmp_path / "base")

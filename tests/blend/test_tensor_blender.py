@@ -30,7 +30,7 @@ FORMS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
 }
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("form", sorted(FORMS))
 @pytest.mark.parametrize("kind", ["gqa", "interleaved", "partial", "latent", "mqa"])
 @settings(max_examples=4)

@@ -135,7 +135,7 @@ def same(found: dict[int, dict[str, Tensor]], wanted: dict[int, dict[str, Tensor
     )
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("length", [LENGTH, 50, 33, 32, 17])
 def test_all_rows_come(road: str, seed: int, length: int) -> None:

@@ -660,6 +660,21 @@ def test_a_rewind_into_another_run(world: World) -> None:
     check(world.llm)
 
 
+def test_a_fork_within_another_run(world: World) -> None:
+    """The last token of a fork runs under the session's adapter, though the parent's state of it is
+    of the base model.
+    """
+    one = told(world, PROMPT)
+    one.generate(2)
+    one.switch("one")
+    one.append(random_tokens(20))
+    one.check_logits()
+    child = one.fork(30)
+    child.append(random_tokens(5, seed=4))
+    child.check_logits()
+    check(world.llm)
+
+
 def test_sessions_and_the_prefix_cache(world: World) -> None:
     """What a session computed is found under its history only, also after it changed."""
     one = told(world, PROMPT)
@@ -1073,7 +1088,7 @@ def test_long_conversations(make_llm: MakeLLM, llama: Checkpoint, merged: Merged
     converse(make_llm, llama, merged, seed, 500, host, pool=(120, 160, 400)[seed % 3])
 
 
-@pytest.mark.product(2)
+@pytest.mark.product(4)
 @pytest.mark.parametrize("host", [False, True])
 def test_conversations_with_recurrent_layers(make_llm: MakeLLM, hybrid: Checkpoint, host: bool) -> None:
     """Replays of what was not kept run under the adapters of the time."""

@@ -141,6 +141,7 @@ def test_width_of_the_vocabulary_is_exhaustive(small: LLM, llama: Checkpoint) ->
     assert len(output.sequences) == VOCAB
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("width", [64, VOCAB + 7])
 def test_many_beams(small: LLM, llama: Checkpoint, width: int) -> None:
     """More candidates than a row has tokens; and more beams than the first round has."""
@@ -168,6 +169,7 @@ def test_continuations_equal_a_sort_of_all(distinct: int) -> None:
         assert best_continuations(totals, *top_logprobs(logits_RV, per_row), count) == every[:count]
 
 
+@pytest.mark.product(3)
 @pytest.mark.parametrize("early_stopping", [True, False, "never"])
 @pytest.mark.parametrize("penalty", [0.0, 1.0, -1.0])
 def test_equals_transformers(small: LLM, llama: Checkpoint, early_stopping: Any, penalty: float) -> None:
@@ -264,6 +266,7 @@ def test_among_other_requests(make_llm: MakeLLM, llama: Checkpoint) -> None:
     check(llm)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize(("pool", "options"), [(64, {}), (48, {"page_size": 4}), (4096, {"max_num_seqs": 5})])
 def test_when_not_all_beams_fit(make_llm: MakeLLM, llama: Checkpoint, pool: int, options: dict[str, Any]) -> None:
     """Beams whose state is given up are computed again; more beams of several prompts than may run

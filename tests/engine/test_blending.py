@@ -688,7 +688,7 @@ def test_what_no_window_saw_is_exact(
     check(llm)
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek-v3"])
 @pytest.mark.parametrize("select", ["v", "v_or_question"])
 def test_edits_of_sessions_with_a_window(

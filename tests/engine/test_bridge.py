@@ -253,7 +253,7 @@ SESSION_VERBS = ("append", "generate", "generate", "rewind", "as_cache", "as_cac
 CACHE_VERBS = ("decode", "decode", "truncate", "fork", "fork", "serialize", "drop")
 
 
-@pytest.mark.product(4)
+@pytest.mark.product(8)
 @pytest.mark.parametrize("seed", range(2))
 def test_random_operations(make_llm: MakeLLM, bed: Checkpoint, seed: int) -> None:
     run(make_llm, bed, seed, None)

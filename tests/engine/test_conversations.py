@@ -219,7 +219,7 @@ def run(
     conversations.finish()
 
 
-@pytest.mark.product(4)
+@pytest.mark.product(8)
 @pytest.mark.parametrize("seed", range(4))
 def test_conversations(make_llm: MakeLLM, checkpoint: Checkpoint, seed: int, tmp_path: Path) -> None:
     run(make_llm, checkpoint, seed, 60, tmp_path)

@@ -44,7 +44,7 @@ def goes_on(session: Session, checkpoint: Checkpoint, tokens: list[int]) -> None
 EDITS = [((10, 14), []), ((10, 14), NEW), ((0, 3), NEW), ((0, 3), []), ((17, 17), NEW), ((36, 40), NEW), ((30, 40), [])]
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 @pytest.mark.parametrize(("span", "new"), EDITS)
 def test_as_if_it_had_always_been_so(
     make_llm: MakeLLM, checkpoint: Checkpoint, span: tuple[int, int], new: list[int]

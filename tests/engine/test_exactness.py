@@ -19,7 +19,7 @@ def expected(checkpoint: Checkpoint, prompts: list[list[int]] = PROMPTS, count: 
     return [checkpoint.greedy(prompt, count) for prompt in prompts]
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(8)
 @pytest.mark.parametrize(
     ("page_size", "budget", "caching"),
     [(1, 7, True), (5, 64, True), (16, 2048, True), (16, 7, False), (5, 2048, False), (1, 64, True)],
@@ -53,6 +53,7 @@ def test_partial_prefix_hits(llm: LLM, checkpoint: Checkpoint) -> None:
     assert recorder.num_tokens <= len(prompts) * (9 + COUNT)
 
 
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("caching", [True, False])
 def test_preemption_does_not_show(make_llm: MakeLLM, checkpoint: Checkpoint, caching: bool) -> None:
     # Where every layer has a window the same requests need less.

@@ -70,7 +70,7 @@ def sizes(checkpoint: Checkpoint, make_llm: MakeLLM) -> dict[str, int]:
     }
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(8)
 @pytest.mark.parametrize("seed", range(1))
 def test_conversations(make_llm: MakeLLM, family: Checkpoint, seed: int, tmp_path: Path) -> None:
     run(make_llm, family, seed, 24, tmp_path, **sizes(family, make_llm))
@@ -164,7 +164,7 @@ def committed(make_llm: MakeLLM, family: Checkpoint, seed: int, steps: int, fold
     conversations.finish()
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(8)
 @pytest.mark.parametrize("seed", range(1))
 def test_conversations_with_a_history(make_llm: MakeLLM, family: Checkpoint, seed: int, tmp_path: Path) -> None:
     committed(make_llm, family, seed, 20, tmp_path)

@@ -261,7 +261,7 @@ def test_refusals_are_remembered(
 # -- what is compiled ------------------------------------------------------------------------------
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("name", LARGE)
 def test_the_same_as_without_a_trial(grammars: Grammars, asked: list[StructuredOutputs], name: str) -> None:
     """Masks along a text, to the bit."""
@@ -325,7 +325,7 @@ thread.join()
 """
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 @pytest.mark.parametrize(
     "wanted",
     [

@@ -152,7 +152,7 @@ def test_a_checkout_goes_on_as_if_nothing_had_happened(stored: MakeStored, model
     check(again)
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 def test_without_its_objects_it_is_computed_again(stored: MakeStored, model: Checkpoint, tmp_path: Path) -> None:
     llm = stored(model, **ROOM)
     session = llm.session(PROMPT)

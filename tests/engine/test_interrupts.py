@@ -38,19 +38,13 @@ from quire.sessions.stream import SessionStream
 from .conftest import Checkpoint, MakeLLM, check, engine_of, greedy, make_checkpoint, make_family, random_tokens
 
 PACKAGE = Path(quire.__file__).parent
-FOLDERS = ("branches", "engine", "executor", "kv", "runner")
-SWEPT = (*(str(PACKAGE / name) + os.sep for name in FOLDERS), str(PACKAGE / "llm.py"), str(PACKAGE / "finalizers.py"))
-PARTS = ("session", "live_sequence", "session_state", "session_stream", "session_sources", "request_preparation")
-PARTS = (
-    *PARTS,
-    "session_commits",
-    "session_edits",
-    "session_generation",
-    "session_chat",
-    "session_scoring",
-    "prompt_runs",
+FOLDERS = ("branches", "engine", "executor", "kv", "runner", "sessions")
+SWEPT = (
+    *(str(PACKAGE / name) + os.sep for name in FOLDERS),
+    str(PACKAGE / "llm.py"),
+    str(PACKAGE / "base/finalizers.py"),
 )
-HANDS_OVER = (str(PACKAGE / "llm.py"), *(str(PACKAGE / "engine" / f"{name}.py") for name in PARTS))
+HANDS_OVER = (str(PACKAGE / "llm.py"), str(PACKAGE / "sessions") + os.sep)
 """Where verbs hand things over between two locked parts."""
 ENDLESS = 1 << 30
 PROMPT, OTHER, MORE = random_tokens(21, seed=1), random_tokens(9, seed=2), random_tokens(5, seed=3)
@@ -307,8 +301,8 @@ def bed(make_llm: MakeLLM, model: Checkpoint, tmp_path: Path) -> Bed:
 def sweep(
     bed: Bed, verb: Callable[[Bed], None], stride: int, closer: tuple[str, ...] = (), *, first_time: bool = False
 ) -> int:
-    """Interrupt a verb at every ``stride``-th of its lines, and at every eighth of the files
-    ``closer``; how often that took effect.
+    """Interrupt a verb at every ``stride``-th of its lines, and at every sixteenth of the files
+    in ``closer``; how often that took effect.
 
     Which lines these are differs from verb to verb. A line that runs several times is interrupted
     at one of them, at random or with ``first_time`` at the first, which may be before the verb has
@@ -324,7 +318,7 @@ def sweep(
     raised, stride = 0, min(stride, len(counts) // 4)
     first = rng.randrange(stride)
     for number, line in enumerate(counts):
-        if number % stride != first and (line[0].co_filename not in closer or number % 8 != first % 8):
+        if number % stride != first and (not line[0].co_filename.startswith(closer) or number % 16 != first % 16):
             continue
         fresh(bed)
         what = f"{verb.__name__}, interrupted at {line[0].co_filename}:{line[1]}"

@@ -169,7 +169,7 @@ def test_more_keys_than_places_take_turns() -> None:
     assert max(clients.computed.values()) - min(clients.computed.values()) <= 3 * 64
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("weights", [{"a": 1.0, "b": 1.0}, {"a": 1.0, "b": 3.0}, {"a": 1.0, "b": 2.0, "c": 5.0}])
 @pytest.mark.parametrize(("prompt", "output"), [(200, 1), (30, 30), (4, 60)])
 def test_shares_of_steps_are_as_the_weights(weights: dict[str, float], prompt: int, output: int) -> None:
@@ -279,7 +279,7 @@ def crowd(llm: LLM, pool_of_one: bool) -> None:
     assert [ids for _, ids in found] == token_ids(alone)
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("pool", [4096, 200])
 def test_displaced_requests_go_on_exactly(make_llm: MakeLLM, checkpoint: Checkpoint, pool: int) -> None:
     crowd(make_llm(checkpoint, pool=pool, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=128), pool < 4096)

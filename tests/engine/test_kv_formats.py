@@ -6,6 +6,7 @@ reads every format.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import ModuleType
@@ -147,13 +148,48 @@ LONG = {
     "test_killed_a_hundred_times",
 }
 """Tests of which a format changes nothing that shorter ones do not show."""
+SLOW = {
+    "test_a_tree_is_all_its_paths",
+    "test_a_tree_of_five_forwards",
+    "test_an_export_is_read_while_others_write",
+    "test_chunks_of_up_to_four_windows",
+    "test_damaged_files_are_misses",
+    "test_every_chunking_of_twelve_tokens",
+    "test_fork_and_pop_at_every_position",
+    "test_forks_of_windowed_parents",
+    "test_latent_rows",
+    "test_long_chunks",
+    "test_many_rows",
+    "test_pieces_make_what_an_import_makes",
+    "test_prompts_in_pieces_mixed_with_decodes",
+    "test_prompts_pieces_and_decodes",
+    "test_random_masks",
+    "test_random_stories",
+    "test_refused_without_a_trace",
+    "test_rows_come_while_others_change",
+    "test_trees_over_several_forwards",
+    "test_types_and_head_sizes",
+    "test_types_head_sizes_and_modes",
+}
+"""Tests whose many cases run with the slow ones: in each suite shorter ones remain."""
 
 
 def _suites(*modules: ModuleType) -> Iterator[tuple[str, Callable[..., None]]]:
     for module in modules:
         for name, test in vars(module).items():
             if name.startswith("test_") and name not in PLAIN | LONG and test.__module__ == module.__name__:
-                yield f"{module.__name__.rpartition('.')[2]}__{name}", test
+                yield f"{module.__name__.rpartition('.')[2]}__{name}", _slow(test) if name in SLOW else test
+
+
+def _slow(test: Callable[..., None]) -> Callable[..., None]:
+    """Return the test with a mark that the test of the suite itself does not have."""
+
+    @functools.wraps(test)
+    def marked(*args: Any, **given: Any) -> None:
+        test(*args, **given)
+
+    marked.pytestmark = [*getattr(test, "pytestmark", ()), pytest.mark.slow.mark]  # type: ignore[attr-defined]
+    return marked
 
 
 globals().update(_suites(*STATES, *FILES))
@@ -296,7 +332,7 @@ def test_objects_of_another_format_are_not_found(
 def test_norms_and_forks_of_sessions(small: LLM, llama: Checkpoint) -> None:
     session = small.session(random_tokens(30))
     rows = session.kv(1)
-    # float32 sums of 16 squares in another order
+    # Two sums of squares in float32.
     np.testing.assert_allclose(session.norms(1).norms["k"], rows["k"].norm(dim=-1).numpy(), rtol=1e-5)
     other = session.fork()
     other.set_kv(1, v=rows["v"] * 2)

@@ -287,7 +287,7 @@ def test_which_tokenizers_are_safe() -> None:
     assert not tokenizer_process.is_safe(spelled(normalizer=normalizers.Prepend("a" * 1000)))
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("pattern", sorted(tokenizer_process.KNOWN))
 def test_known_patterns_split_alike_in_the_process(pattern: str) -> None:
     """Forced into the process, a tokenizer gives the ids that it gives here."""

@@ -60,7 +60,7 @@ def image(ids: Sequence[int], rows: Tensor) -> dict[str, Any]:
 IDS = [*random_tokens(9), -1, -1, -1, *random_tokens(5, seed=1)]
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("budget", [3, 64])
 def test_mixed_batches(make_llm: MakeLLM, bed: Checkpoint, budget: int) -> None:
     """Beside plain prompts, in chunks that divide an image, with other images at the same

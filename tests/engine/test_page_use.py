@@ -184,7 +184,7 @@ def checked(llm: LLM, seed: int, steps: int) -> None:
     traffic.stop()
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("seed", [1, 2])
 def test_counts_of_attention(make_llm: MakeLLM, checkpoint: Checkpoint, seed: int) -> None:
     checked(make_llm(checkpoint, pool=2048, page_size=4), seed, 60)

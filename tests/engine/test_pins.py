@@ -136,6 +136,7 @@ class Life:
             session.close()
 
 
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("seed", range(2))
 def test_no_step_passes_a_share(make_llm: MakeLLM, checkpoint: Checkpoint, seed: int) -> None:
     llm = make_llm(checkpoint, pool=480, page_size=4, max_num_batched_tokens=24, max_num_seqs=8)

@@ -166,6 +166,7 @@ def test_damaged_bytes(small: LLM, llama: Checkpoint) -> None:
     assert small.session_from_bytes(data).generate(greedy(6)).outputs[0].token_ids == llama.greedy(PROMPT, 6)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize(
     ("changes", "error", "match"),
     [

@@ -256,7 +256,7 @@ def some_schema(draw: random.Random, depth: int) -> Any:
     return {draw.choice(["allOf", "anyOf", "oneOf"]): [part(), part()]}
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 40))])
 def test_texts_of_random_schemas_are_valid(seed: int) -> None:
     draw, finished = random.Random(seed), 0

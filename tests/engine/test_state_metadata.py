@@ -101,7 +101,7 @@ json_values = st.recursive(
 
 
 @given(data=st.data())
-@settings(max_examples=examples(60, 200), deadline=None)
+@settings(max_examples=examples(30, 200), deadline=None)
 def test_any_value_anywhere(python_llm: LLM, windowed: bytes, data: st.DataObject) -> None:
     paths = list(fields(metadata_of(windowed)))
     field, value = data.draw(st.sampled_from(paths)), data.draw(json_values)

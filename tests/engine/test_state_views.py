@@ -188,7 +188,7 @@ def watched(llm: LLM, seed: int, steps: int) -> None:
     traffic.stop()
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("seed", [4, 5])
 def test_attention(make_llm: MakeLLM, checkpoint: Checkpoint, seed: int) -> None:
     watched(make_llm(checkpoint, pool=2048, page_size=4), seed, 50)

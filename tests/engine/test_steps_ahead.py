@@ -150,7 +150,7 @@ def run(llm: LLM, requests: list[dict[str, Any]]) -> list[Any]:
     return found
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(REQUEST, min_size=1, max_size=7))
 def test_random_requests(pair: tuple[LLM, LLM], requests: list[dict[str, Any]]) -> None:

@@ -82,7 +82,7 @@ def files(directory: Path) -> list[Path]:
 # -- another engine --------------------------------------------------------------------------------
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(8)
 def test_prompts_and_turns_outlive_the_engine(start: Callable[..., LLM], family: Checkpoint) -> None:
     """A client that sends its history again goes on where it was."""
     first = start(family)
@@ -350,7 +350,7 @@ def of_version(number: int) -> Callable[[Path, random.Random], None]:
     return change
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(7)
 @pytest.mark.parametrize("fault", [flipped, cut, emptied, gone, swapped, of_version(0), of_version(2)])
 @pytest.mark.parametrize("share", [1.0, 0.3])
 def test_damaged_files_are_misses(
@@ -601,7 +601,7 @@ def converse(
     return conversations
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(8)
 def test_conversations(
     start: Callable[..., LLM], make_llm: MakeLLM, family: Checkpoint, tmp_path: Path, directory: Path
 ) -> None:

@@ -216,7 +216,7 @@ def test_without_a_budget_nothing_is_kept(make_llm: MakeLLM, llama: Checkpoint) 
     assert moved(llm) == (0, 0)
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("tokens", [1, 30, 45, 70])
 def test_the_budget_is_kept(make_llm: MakeLLM, llama: Checkpoint, tokens: int) -> None:
     """Room for so many tokens: some objects fit, and the other tokens are computed again."""
@@ -404,6 +404,7 @@ def test_an_idle_session_comes_back_by_itself(make_llm: MakeLLM, llama: Checkpoi
     check_store(llm)
 
 
+@pytest.mark.turns(6)
 def test_an_idle_hybrid_comes_back_to_the_bit(make_llm: MakeLLM, hybrid: Checkpoint) -> None:
     llm, other = make_llm(hybrid, **ROOM), make_llm(hybrid, **ROOM)
     force(llm)
@@ -992,7 +993,7 @@ def hybrid_conversations(make_llm: MakeLLM, hybrid: Checkpoint, seed: int, turns
     return conversations(llm, hybrid, rng, turns)
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(12)
 @pytest.mark.parametrize("seed", [0, 3])
 def test_random_conversations_with_few_states(
     make_llm: MakeLLM, hybrid: Checkpoint, monkeypatch: pytest.MonkeyPatch, seed: int

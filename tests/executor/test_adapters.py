@@ -691,6 +691,7 @@ def agree(hybrid: Hybrid, found_V: Tensor, expected_V: Tensor) -> None:
     assert float((found_V - expected_V).abs().max()) / (2 * scale) <= hybrid.bound
 
 
+@pytest.mark.turns(6)
 def test_replay_of_several_rows_at_once(hybrid: Hybrid, pair: tuple[Adapter, Adapter]) -> None:
     """Rows of one call whose tokens ran under adapters that no forward can use together."""
     ex = executor_of(hybrid.model, rank_capacity=RANK)
@@ -882,6 +883,7 @@ class Machine:
         return [(one, now[id(self.known[name])]) for one, name in self.tokens]
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("seed", range(3))
 def test_random_calls(llama: Tiny, seed: int) -> None:
     machine = Machine(llama.model, seed, assert_close)
@@ -890,7 +892,7 @@ def test_random_calls(llama: Tiny, seed: int) -> None:
     assert machine.refused == 0
 
 
-@pytest.mark.product(4)
+@pytest.mark.product(8)
 @pytest.mark.parametrize("given", [{}, {"ring": 0, "states": 24, "prefill_chunk_size": 3}], ids=["plenty", "few"])
 def test_random_calls_on_recurrent_rows(hybrid: Hybrid, given: dict[str, Any]) -> None:
     machine = Machine(hybrid.model, 1, lambda found_V, expected_V: agree(hybrid, found_V, expected_V), **given)

@@ -48,6 +48,7 @@ def test_prefill_equals_transformers(tiny: Tiny, executor: Executor, length: int
     assert_close(executor.forward(torch.tensor([ids]))[0], tiny.logits(ids))
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("chunk", [1, 3, 4, 16, 0])
 def test_any_chunking_gives_the_same_logits(tiny: Tiny, chunk: int) -> None:
     executor = make_executor(tiny, prefill_chunk_size=chunk)

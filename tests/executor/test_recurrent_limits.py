@@ -226,6 +226,7 @@ def test_without_a_ring_calls_can_be_undone_as_well(hybrid: Hybrid) -> None:
 # -- room for pages --------------------------------------------------------------------------------
 
 
+@pytest.mark.turns(6)
 def test_a_cut_in_a_full_pool_gives_up_the_old_version(hybrid: Hybrid) -> None:
     if not hybrid.has_attention:
         pytest.skip("no pages")
@@ -287,7 +288,7 @@ def failing(executor: Executor, after: int) -> Callable[[], None]:
 
 
 @pytest.mark.sweep
-@pytest.mark.product(8)
+@pytest.mark.product(16)
 @pytest.mark.parametrize("ring", [0, 1])
 @pytest.mark.parametrize("start", [6, 9])
 @pytest.mark.parametrize("name", CALLS)
@@ -549,7 +550,7 @@ def test_states_are_counted_as_memory(hybrid: Hybrid) -> None:
     assert executor.optimal_batch_size() == 10
 
 
-@pytest.mark.product(6)
+@pytest.mark.product(12)
 @pytest.mark.parametrize(("rows", "tokens"), [(1, 1), (1, 7), (4, 96), (2, 100), (8, 16), (8, 1)])
 def test_the_memory_estimate_is_within_its_bound(hybrid: Hybrid, rows: int, tokens: int) -> None:
     executor = make_executor(hybrid, tokens=4096)
@@ -581,7 +582,7 @@ def test_warmup_with_few_slots(hybrid: Hybrid) -> None:
 # -- beside an engine ------------------------------------------------------------------------------
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("kind", RECURRENT_KINDS)
 def test_an_executor_beside_an_engine(kind: str, tmp_path: Any) -> None:
     from tests.executor.recurrent import make_hybrid

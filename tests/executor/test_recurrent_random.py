@@ -146,7 +146,7 @@ class Machine:
 VERBS = ("decode", "prefill", "truncate", "verify", "tree", "speculate", "sample", "clone", "reload", "release")
 
 
-@pytest.mark.product(4)
+@pytest.mark.product(8)
 @pytest.mark.parametrize(
     "given",
     [
@@ -179,12 +179,13 @@ def test_random_calls(hybrid: Hybrid, given: dict[str, Any]) -> None:
 
 
 @pytest.mark.sweep
-def test_windows_of_sequences_and_states_go_back_together(hybrid: Hybrid) -> None:
+@pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_windows_of_sequences_and_states_go_back_together(hybrid: Hybrid, step: int) -> None:
     if not hybrid.has_attention:
         pytest.skip("no layer that a window concerns")
     ids = hybrid.tokens
     given: dict[str, Any] = {"window": 7, "sink": 2}
-    for n in range(len(ids)):
+    for n in range(0, len(ids), step):
         executor = make_executor(hybrid, prefill_chunk_size=5, **given)
         handle = executor.prefill(prompt(ids[:16], logits="none")).kv_cache
         for position in range(16, len(ids)):

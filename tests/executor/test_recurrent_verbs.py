@@ -41,6 +41,7 @@ def at(handle: Handle, length: int) -> Handle:
     return Handle(handle.cache, (length,), handle.revision)
 
 
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("chunk", [0, 1, 7])
 @pytest.mark.parametrize("interval", [0, 8])
 def test_prompts_in_chunks_decodes_and_verifies(hybrid: Hybrid, chunk: int, interval: int) -> None:
@@ -103,6 +104,7 @@ def test_every_verb_goes_back_to_every_position(hybrid: Hybrid) -> None:
     check(executor)
 
 
+@pytest.mark.slow
 @pytest.mark.sweep
 def test_the_other_face_goes_back_to_every_position(hybrid: Hybrid) -> None:
     executor = make_executor(hybrid)
@@ -145,6 +147,7 @@ def test_a_verified_chain_is_cut_anywhere_without_running_anything(hybrid: Hybri
         check(executor)
 
 
+@pytest.mark.turns(6)
 def test_a_verified_chain_is_an_ordinary_one_for_every_other_verb(hybrid: Hybrid) -> None:
     executor = make_executor(hybrid)
     ids = hybrid.tokens
@@ -301,6 +304,7 @@ def test_bad_positions_are_refused_before_anything(hybrid: Hybrid) -> None:
     check(executor)
 
 
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("states", [64, 4])
 def test_exact_speculation_draws_what_a_sampler_would(hybrid: Hybrid, states: int) -> None:
     """Equal with room for a state behind each draft and without."""

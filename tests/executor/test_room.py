@@ -205,6 +205,7 @@ def test_what_can_never_fit_in_states_costs_nobody_anything(hybrid: Hybrid) -> N
     assert executor.pool.state.checkpoints(handle.cache.rows[0].seq) == kept
 
 
+@pytest.mark.turns(6)
 def test_each_cache_is_asked_once_for_its_states(hybrid: Hybrid, monkeypatch: pytest.MonkeyPatch) -> None:
     count = 20
     executor = make_executor(hybrid, states=3 * count + 2, ring=0)
@@ -370,7 +371,7 @@ def test_a_clone_that_runs_tokens_again_is_a_running_call(hybrid: Hybrid) -> Non
         handle.clone_handle()
 
 
-@pytest.mark.product(4)
+@pytest.mark.product(8)
 @pytest.mark.sweep
 @pytest.mark.parametrize(
     "interval", [0, 1, pytest.param(2, marks=pytest.mark.slow), 3, 4, pytest.param(16, marks=pytest.mark.slow)]

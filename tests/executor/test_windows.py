@@ -60,7 +60,7 @@ def last(tiny: Tiny, ids: list[int]) -> Tensor:
     return tiny.logits(ids)[-1]
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("chunk", [0, 1, 3, 7])
 def test_every_chunking_equals_transformers(tiny: Tiny, chunk: int) -> None:
     ids = some_ids(33)

@@ -242,6 +242,7 @@ def test_a_branch_that_grows_is_read_again(visit: Visit, server: Served) -> None
         wait_for(lambda: before.count() > count, seconds=20)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("name", ["pages", "time", "token"])
 def test_they_fit_a_phone(name: str, visit: Visit, server: Served) -> None:
     session = made(server.client, PROMPT * 3, name="narrow")

@@ -99,7 +99,7 @@ class End:
         return call(heads_TC, x_TE)
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form[0]}-{form[1]}")
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_number_is_that_of_the_parts(
@@ -115,7 +115,8 @@ def test_every_number_is_that_of_the_parts(
         assert expected.isfinite().all()
 
 
-def test_every_level_and_any_number_of_threads(rows: NativeRows) -> None:
+@pytest.mark.parametrize("rounds", [6, pytest.param(20, marks=pytest.mark.slow)])
+def test_every_level_and_any_number_of_threads(rows: NativeRows, rounds: int) -> None:
     library = native_library()
     assert library is not None
     best = NativeLinear(library).level
@@ -127,7 +128,7 @@ def test_every_level_and_any_number_of_threads(rows: NativeRows) -> None:
             expected = end.one_by_one(rows, "silu", heads_TC, x_TE)
             for number in (1, 2, 5):
                 torch.set_num_threads(number)
-                for _ in range(6):  # threads that come early and late
+                for _ in range(rounds):  # threads that come early and late
                     assert torch.equal(end.joined("silu", heads_TC, x_TE), expected)
     finally:
         rows.use_level(2)

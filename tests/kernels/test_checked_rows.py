@@ -68,7 +68,7 @@ def numbers(values: list[int]) -> NDArray[np.int64]:
     return np.array(values, dtype=np.int64)
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("size", SIZES)
 def test_the_checksum_is_that_of_state_files(call: CheckedRows, size: int) -> None:
     rng = np.random.default_rng(size)
@@ -104,6 +104,7 @@ def test_the_checksum_is_that_of_state_files(call: CheckedRows, size: int) -> No
         pool.digests[0] = right
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("seed", range(40))
 def test_rows_go_where_the_plain_copy_puts_them(call: CheckedRows, seed: int) -> None:
     """Also rows of odd lengths, parts of pieces, slots in any order; up to a damaged piece."""

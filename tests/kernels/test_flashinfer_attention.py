@@ -1,5 +1,5 @@
-"""The backend ``flashinfer`` against the exact attention of ``tests.test_attention_kernel``: with
-what stands for FlashInfer, and with FlashInfer on a GPU where it is installed.
+"""The backend ``flashinfer`` against the exact attention of ``test_attention_kernel``: with what
+stands for FlashInfer, and with FlashInfer on a GPU where it is installed.
 """
 
 from __future__ import annotations
@@ -12,9 +12,20 @@ from typing import Any
 
 import pytest
 import torch
-from tests import flashinfer_double, test_attention_kernel
+from tests import flashinfer_double
 from tests.flashinfer_double import WIDE, doubled
-from tests.test_attention_kernel import CHUNKS, DECODES, FEATURES, GROUPS, KINDS, POOLS, Case, Entry, random_entry
+from tests.kernels import test_attention_kernel
+from tests.kernels.test_attention_kernel import (
+    CHUNKS,
+    DECODES,
+    FEATURES,
+    GROUPS,
+    KINDS,
+    POOLS,
+    Case,
+    Entry,
+    random_entry,
+)
 from tests.triton_machine import there
 from torch import Tensor
 

@@ -82,7 +82,7 @@ def test_rows_of_zeros_and_of_what_is_no_number() -> None:
     assert torch.equal(found[3], x[3])
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 @needs_triton
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(0, 16), (1, 16), (5, 48), (3, 300), (2, 5000)])
@@ -360,6 +360,7 @@ def test_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     assert expected.isfinite().all()
 
 
+@pytest.mark.turns(2)
 @pytest.mark.usefixtures("stacks_run")
 @pytest.mark.parametrize("family", ["Qwen2Moe", "GptOss"])
 @torch.inference_mode()

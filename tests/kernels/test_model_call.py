@@ -143,6 +143,7 @@ def test_every_number_is_that_of_the_parts(form: tuple[torch.dtype, WeightForm],
         stack.model(np.array([-1]), small.parts)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @given(data=st.data())
 def test_first_maxima(dtype: torch.dtype, data: st.DataObject) -> None:

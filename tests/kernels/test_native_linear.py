@@ -103,6 +103,7 @@ def test_scales_of_four_bits_clip_where_that_is_nearer() -> None:
     assert abs(float(packed.scales[0, 0, 0])) < 1 / 8
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize(("form", "dtype", "level"), CASES)
 @pytest.mark.parametrize(("outputs", "inputs"), [(1, 8), (32, 64), (40, 576), (100, 1032)])
 def test_products(form: WeightForm, dtype: torch.dtype, level: int, outputs: int, inputs: int) -> None:
@@ -121,6 +122,7 @@ def test_products(form: WeightForm, dtype: torch.dtype, level: int, outputs: int
         assert bool(((found.double() - exact).abs() <= bound(x, values, bias) + rounding + 1e-30).all())
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize(("form", "dtype", "level"), CASES)
 def test_rows_do_not_know_their_batch(form: WeightForm, dtype: torch.dtype, level: int) -> None:
     torch.manual_seed(2)

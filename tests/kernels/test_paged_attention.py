@@ -1,7 +1,7 @@
 """The C++ attention over pages: against the reference in float64 at each level of instructions, and
 rows to the bit whatever the batch.
 
-``tests/test_attention_kernel.py`` holds all backends against a definition by loops; here are long
+``test_attention_kernel.py`` holds all backends against a definition by loops; here are long
 histories, sizes of heads, levels, threads and batches.
 
 Letters: T rows of the batch; S slots; P page size; Hq, Hkv heads; Dk, Dv head sizes.
@@ -25,7 +25,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from tests.test_attention_kernel import BACKENDS, FEATURES, GROUPS, KINDS, SIZES, Case, random_entry
+from tests.kernels.test_attention_kernel import BACKENDS, FEATURES, GROUPS, KINDS, SIZES, Case, random_entry
 from tests.test_parity import FAMILIES
 from tests.test_parity import SIZES as MODEL
 from torch import Tensor
@@ -155,7 +155,7 @@ LENGTHS = [1, 2, 15, 16, 17, 63, 64, 65, 511, 512, 513, 1024, 1100]
 """Around a page, a block and a split."""
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("dtype", TYPES)
 def test_lengths(backend: NativeAttention, dtype: torch.dtype) -> None:
     Batch(LENGTHS, [1] * len(LENGTHS), dtype=dtype).check(backend)
@@ -247,7 +247,7 @@ def assert_same(found: AttentionState, wanted: AttentionState, rows: list[int] |
     assert torch.equal(found.lse, wanted.lse[rows])
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(8)
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("window", [0, 300])
 def test_rows_do_not_know_their_batch(
@@ -266,6 +266,7 @@ def test_rows_do_not_know_their_batch(
                 assert_same(batch.state(backend, batch.plan(entries), batch.q_THD[rows]), whole, rows)
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("window", [0, 100])
 def test_chunks_do_not_matter(backend: NativeAttention, dtype: torch.dtype, window: int) -> None:
@@ -287,7 +288,7 @@ def shared(batch: Batch, groups: list[list[int]], splits: list[int]) -> None:
             batch.tables[entry][:pages] = batch.tables[group[0]][:pages]
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("page_size", [16, 512, 48])
 def test_shared_pages_do_not_matter(
@@ -442,6 +443,7 @@ def test_without_the_library_torch_serves(monkeypatch: pytest.MonkeyPatch) -> No
         backend_of("native")
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("family", ["llama", "gemma2", "deepseek_v3", "gpt_oss", "mistral"])
 def test_greedy_tokens_are_those_of_torch(family: str, tmp_path: Path) -> None:
     found = [name for name in FAMILIES if name.replace("-", "_").startswith(family)]

@@ -24,7 +24,7 @@ SUITES = {
     "blocks": ["tests/kernels/test_block.py", "-k", "not model and not library and not sink"],
     "models": ["tests/kernels/test_model_call.py", "-k", "not maxima"],
     # PyTorch's exceptions cannot pass a preloaded sanitizer.
-    "rows": ["tests/test_row_kernels.py", "-k", "not other_shapes"],
+    "rows": ["tests/kernels/test_row_kernels.py", "-k", "not other_shapes"],
     "checked rows": ["tests/kernels/test_checked_rows.py"],
     "low rank": ["tests/adapters/test_native_low_rank.py", "-k", "reference or random or bit"],
 }

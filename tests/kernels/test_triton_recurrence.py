@@ -1,5 +1,5 @@
-"""The backend ``triton`` of recurrences against the definition of ``tests.test_recurrence``: on a
-GPU, or on the CPU by Triton's interpreter. On a GPU that file runs it too, with all its cases.
+"""The backend ``triton`` of recurrences against the definition of ``test_recurrence``: on a GPU, or
+on the CPU by Triton's interpreter. On a GPU that file runs it too, with all its cases.
 
 Letters: as there.
 """
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.test_recurrence import (
+from tests.kernels.test_recurrence import (
     CONVOLUTIONS,
     DECAYS,
     TREES,
@@ -108,7 +108,7 @@ def test_trees(tree: str) -> None:
         assert_close(run(BACKEND, part, inputs), part, inputs)
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(8)
 @pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("sizes", [(8, 5), (12, 70), (128, 65)])
@@ -184,7 +184,7 @@ def placed(plan: RecurrencePlan, states: torch.Tensor) -> tuple[StatePlaces, tor
     return StatePlaces(pool, sources, targets), pool.clone(), stay
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("decay", ["head", "column"])
 def test_states_are_read_and_written_in_their_pool(name: str, decay: str) -> None:

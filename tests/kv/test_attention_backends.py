@@ -19,6 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from tests.examples import examples
 from torch import Tensor
 
 from quire.contracts.attention import AttentionBackend, AttentionState, ForwardPlan, Scoring
@@ -235,6 +236,7 @@ ENTRY = st.one_of(
 class TestSdpa:
     seen: ClassVar[Counter[str]] = Counter()
 
+    @pytest.mark.product(2)
     @pytest.mark.parametrize("device", DEVICES)
     @pytest.mark.parametrize("examples", [70, pytest.param(1500, marks=pytest.mark.slow)])
     def test_random_ragged_plans(self, device: str, examples: int) -> None:
@@ -274,7 +276,7 @@ class TestSdpa:
                 "long chunk over pages",
             }
 
-    @pytest.mark.turns(4)
+    @pytest.mark.turns(8)
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("heads", GROUPS)
     @pytest.mark.parametrize("sizes", SIZES)
@@ -324,7 +326,7 @@ class TestSdpa:
             case.q_THD, case.k_THD = wide[:, 2:6], wide[:, 6:8]
             assert torch.equal(case.run(SdpaAttention()), expected)
 
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=examples(66, 200), deadline=None)
     @given(costs=st.lists(st.integers(1, 500), min_size=1, max_size=40), slack=st.integers(0, 600))
     def test_groups_waste_little(self, costs: list[int], slack: int) -> None:
         cost = np.array(costs)

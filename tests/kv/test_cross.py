@@ -268,7 +268,7 @@ def test_prompts_decodes_and_trees_in_one_batch(layout: str, dtype: torch.dtype,
     story.check()
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("backend", [SdpaAttention(), NativeAttention(), ReferenceAttention()])
 @pytest.mark.parametrize("page_size", [1, 2, 5, 16])
 def test_many_rows(page_size: int, backend: Any) -> None:
@@ -703,6 +703,7 @@ def told(layout: str, **more: Any) -> Story:
     return story
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 @pytest.mark.parametrize(("page_size", "other"), [(4, 5), (5, 1), (1, 16), (4, 4)])
 def test_export_and_import(layout: str, page_size: int, other: int) -> None:

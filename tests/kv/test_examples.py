@@ -71,7 +71,7 @@ def test_a_batch_of_all_owners_leaves_one_in_place() -> None:
     pair.finish()
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(8)
 @pytest.mark.parametrize("child_first", [False, True])
 @pytest.mark.parametrize(
     ("length", "pos"),
@@ -106,6 +106,7 @@ def test_nested_forks(page_size: int) -> None:
     pair.finish()
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("children", [20, 40])
 def test_many_children_shuffled(children: int) -> None:
     pair = Pair(capacity=64 + children * 24, page_size=16)
@@ -144,7 +145,7 @@ def test_plan_after_forks_that_are_gone_is_that_of_a_sequence_never_forked() -> 
 # -- removal and pop -------------------------------------------------------------------------------
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
 def test_removal_in_every_order(order: tuple[int, ...]) -> None:
     pair = Pair(capacity=64, page_size=4)

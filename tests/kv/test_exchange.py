@@ -59,7 +59,7 @@ def load(pair: Pair, seq_id: int, metadata: dict[str, Any], groups: Sequence[dic
     pair.compare()
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("page_size", "other"), [(16, 5), (5, 16), (4, 4), (1, 3)])
 @pytest.mark.parametrize("seq_id", [0, 1])
@@ -284,7 +284,7 @@ def _set(path: str, value: object) -> Callable[[dict[str, Any]], None]:
     return change
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -168,7 +168,7 @@ def test_rows_that_were_not_received_cannot_be_read() -> None:
     pair.finish()
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 @pytest.mark.parametrize(
     ("path", "value", "words"),
     [

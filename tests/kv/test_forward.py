@@ -26,7 +26,7 @@ PAGE_SIZES = (1, 2, 4, 5, 16)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 def test_prompts_in_pieces_mixed_with_decodes(page_size: int) -> None:
     pair = Pair(page_size=page_size, capacity=900)
@@ -44,7 +44,7 @@ def test_prompts_in_pieces_mixed_with_decodes(page_size: int) -> None:
     pair.finish()
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kv_heads", [8, 4, 1])
 @pytest.mark.parametrize(("dim", "value_dim"), [(64, 64), (128, 64), (7, 7), (5, 9)])
@@ -88,6 +88,7 @@ def row_bounds(state: ContractState, seq_id: int, layer: int, qkv: Tensor) -> Te
     return torch.tensor(bounds).view(-1, 1, 1)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_chunking_gives_the_same_rows(dtype: torch.dtype) -> None:
     chunkings = compositions(12)

@@ -104,6 +104,7 @@ def is_loaded(story: Story, layer: int) -> bool:
     return story.kinds[layer] != "cross"
 
 
+@pytest.mark.turns(2)
 @each_combination
 @pytest.mark.parametrize("staging_bytes", [1 << 20, 40])
 def test_a_forward_waits_for_what_was_queued(combination: Combination, staging_bytes: int) -> None:

@@ -19,6 +19,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.examples import examples
 from torch import Tensor
 
 from quire.base.errors import (
@@ -351,7 +352,7 @@ class Conversations(RuleBasedStateMachine):
 
 TestConversations = Conversations.TestCase
 TestConversations.settings = settings(
-    max_examples=12, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=examples(12, 40), stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 
@@ -367,7 +368,7 @@ def test_conversations_for_long() -> None:
     )
 
 
-@pytest.mark.product(8)
+@pytest.mark.product(16)
 @pytest.mark.parametrize("kind", sorted(KINDS))
 @pytest.mark.parametrize("chunk", [1, 2, 3, 7, 40])
 def test_every_chunking_gives_the_same(kind: str, chunk: int) -> None:

@@ -232,7 +232,7 @@ class Story:
 # -- forwards --------------------------------------------------------------------------------------
 
 
-@pytest.mark.product(2)
+@pytest.mark.product(4)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("page_size", [1, 4, 5, 16])
 def test_prompts_pieces_and_decodes(page_size: int, form: Form) -> None:
@@ -290,6 +290,7 @@ def test_form_of_each_batch() -> None:
         assert [one for one in columns if one[1] != 8] == expected
 
 
+@pytest.mark.slow
 def test_long_chunks() -> None:
     """Beyond every bound at which the kernels cut chunks, with and without a past."""
     story = Story(latent(2, 4, 2, sm_scale=0.5), page_size=16)
@@ -344,6 +345,7 @@ def test_rows_of_less_precision(dtype: torch.dtype) -> None:
 # -- sequences -------------------------------------------------------------------------------------
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("form", FORMS)
 def test_fork_and_pop_at_every_position(form: Form) -> None:
     story = Story(page_size=4, layer_window=64)
@@ -361,6 +363,7 @@ def test_fork_and_pop_at_every_position(form: Form) -> None:
     assert story.state.empty()
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("form", FORMS)
 def test_trees_over_several_forwards(form: Form) -> None:
     story = Story(page_size=4)
@@ -591,7 +594,7 @@ def moved(source: Story, target: Story, seq_id: int, new_id: int) -> None:
     target.naive.sequences[new_id] = NaiveSequence(list(kept.rows), kept.length, [], kept.window)
 
 
-@pytest.mark.product(2)
+@pytest.mark.product(4)
 @pytest.mark.parametrize(("page_size", "other"), [(16, 5), (4, 1), (1, 16), (5, 4)])
 @pytest.mark.parametrize("window", [None, (7, 2, "token"), (8, 0, "forward")])
 def test_export_round_trip(window: tuple[int, int, Any] | None, page_size: int, other: int) -> None:

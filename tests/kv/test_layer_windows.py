@@ -47,7 +47,7 @@ def test_three_two_one(page_size: int) -> None:
     assert views == [[0], [0, 1], [0, 1, 2], [1, 2, 3], [2, 3, 4], [3, 4, 5]]
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 @pytest.mark.parametrize("window", [1, 3, 5])
 def test_chunks_of_up_to_four_windows(window: int, page_size: int) -> None:
@@ -59,7 +59,7 @@ def test_chunks_of_up_to_four_windows(window: int, page_size: int) -> None:
     pair.finish()
 
 
-@pytest.mark.product(2)
+@pytest.mark.product(4)
 @pytest.mark.parametrize("window", [1, 2, 4, 7])
 def test_every_chunking_gives_the_same_rows(window: int) -> None:
     chunkings = compositions(9)

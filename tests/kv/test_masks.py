@@ -61,7 +61,7 @@ def test_a_mask_over_a_tree() -> None:
     assert seer.append([0], [1], [[4]]) == [[0, 1, 2, 4, 6, 7]]
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("geometry", sorted(GEOMETRIES))
 def test_random_masks(geometry: str) -> None:
     pair = Pair(GEOMETRIES[geometry], page_size=2, capacity=300)

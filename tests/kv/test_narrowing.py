@@ -9,6 +9,7 @@ Letters: T new tokens; S of them that run.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -35,10 +36,11 @@ from .snapshots import snapshot
 from .test_latent import Story, latent
 
 Rows = NDArray[np.int64]
+FIRST = attention()
 SPECS: list[Spec] = [
-    attention(),
+    FIRST,
     windowed(7),
-    attention(softcap=1.5),
+    replace(attention(softcap=1.5), rope=FIRST.rope),  # one rotation for both, as in models
     attention(sinks=(0.5, -1.0, 2.0, 0.0), rotary_dim=8),
     windowed(19, 0),
 ]
@@ -177,6 +179,7 @@ def test_rows_that_were_given_are_kept_to_the_bit(backend: str) -> None:
     pair.append(0, 3)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_true_rows_change_nothing(dtype: torch.dtype) -> None:
     """The rows of a forward that ran, given to one that runs some: each row comes out as before,

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.examples import examples
 from torch import Tensor
 
 from quire.base.errors import FailedPrecondition, InvalidArgument, QuireError
@@ -272,7 +273,7 @@ def test_relative_positions_are_those_of_keys_that_are_rotated_anew(mode: str, e
         oracle.end_forward()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(100, 300), deadline=None)
 @given(rng=st.randoms(use_true_random=False))
 def test_reachable_formula_against_its_definition(rng: random.Random) -> None:
     """m is reachable if all that a query at m or later may see of the tokens before m is held; rows

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.examples import examples
 
 from quire.base.errors import QuireError, ResourceExhausted
 from quire.kv.forward_need import SlotRange, pages_for, slot_index, slots_of
@@ -24,7 +25,7 @@ from quire.kv.windows import NO_HOLE, Window
 from .pair import Pair, attention, windowed
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(50, 150), deadline=None)
 @given(data=st.data(), size=st.integers(1, 12))
 def test_pool_against_a_count(data: st.DataObject, size: int) -> None:
     pool, holders = PagePool(size), Counter[int]()
@@ -92,7 +93,7 @@ def test_check_finds_a_broken_free_list() -> None:
         other.check(np.zeros(4, dtype=np.int32))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(40, 100), deadline=None)
 @given(data=st.data())
 def test_table_against_a_list(data: st.DataObject) -> None:
     table, model, next_page = PageTable(), list[int](), 0

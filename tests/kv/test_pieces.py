@@ -424,6 +424,7 @@ def append(state: ContractState, specs: list[Any], seq_id: int, count: int, valu
     state.end_forward()
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize("window", [1, 2, 5])
 @pytest.mark.parametrize("page_size", [1, 2, 4])
 def test_metadata_name_exactly_what_goes_on(window: int, page_size: int) -> None:
@@ -576,7 +577,7 @@ def threads() -> Iterator[Callable[[Callable[[], None]], threading.Thread]]:
     assert not errors, errors
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("combination", ["full", "window", "latent + recurrent", "full + window + latent"])
 def test_an_export_is_read_while_others_write(
     combination: str, threads: Callable[[Callable[[], None]], threading.Thread]
@@ -615,7 +616,7 @@ def test_an_export_is_read_while_others_write(
     assert reads
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 @each_combination
 def test_rows_come_while_others_change(
     combination: Combination, threads: Callable[[Callable[[], None]], threading.Thread]

@@ -84,6 +84,7 @@ def test_free_pages_without_sequences(kind: str) -> None:
         assert state.free_pages() == state.pool_sizes()
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ring", [0, 1, 3])
 def test_states_freed(kind: str, ring: int) -> None:
@@ -99,6 +100,7 @@ def test_states_freed(kind: str, ring: int) -> None:
     assert len(found) > 1 or MIXER not in KINDS[kind]
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("kind", ["full", "both", "sliding"])
 def test_pages_freed(kind: str) -> None:
     """The free pages and the copy that the fork saves, seen when it grows by a token."""

@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tests.examples import examples
 from torch import Tensor
 from transformers import CohereConfig, GlmConfig, GPTNeoXConfig, GptOssConfig, LlamaConfig, Phi3Config
 from transformers.models.cohere import modeling_cohere
@@ -350,7 +351,7 @@ def specs(draw: st.DrawFn) -> RopeSpec:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(50, 150), deadline=None)
 @given(spec=specs())
 @example(spec=STEP)
 def test_frequencies_against_exact_arithmetic(spec: RopeSpec) -> None:
@@ -366,7 +367,7 @@ def test_frequencies_against_exact_arithmetic(spec: RopeSpec) -> None:
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(40, 60), deadline=None)
 @given(spec=specs(), dtype=st.sampled_from(DTYPES), extra=st.sampled_from([0, 1, 6]), seed=st.integers(0, 2**20))
 def test_against_pair_by_pair(spec: RopeSpec, dtype: torch.dtype, extra: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -607,7 +608,7 @@ def chunkings(total: int) -> list[list[int]]:
     ]
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("mode", ["normal", "inline"])
 @pytest.mark.parametrize("rope", SCALED, ids=lambda spec: f"{spec.scaling}-{spec.interleaved}")
 def test_scaled_layers_in_every_chunking(rope: RopeSpec, mode: RopeMode) -> None:

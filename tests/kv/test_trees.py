@@ -83,7 +83,7 @@ def test_four_chains(page_size: int) -> None:
     pair.finish()
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 def test_a_tree_of_five_forwards(page_size: int) -> None:
     pair = four(page_size)

@@ -33,7 +33,7 @@ def test_a_pool_of_exactly_the_bound_slides_for_ever(page_size: int, n: int, evi
     pair.finish()
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("eviction", EVICTIONS)
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 def test_the_bound_counts_pending_and_new_nodes(page_size: int, eviction: Eviction) -> None:

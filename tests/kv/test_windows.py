@@ -127,6 +127,7 @@ def test_windows_sinks_and_decodes(window: int, sink: int, eviction: Eviction) -
     pair.finish()
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("page_size", [1, 5])
 def test_types_head_sizes_and_modes(dtype: torch.dtype, page_size: int) -> None:

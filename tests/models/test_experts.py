@@ -325,6 +325,7 @@ def test_not_a_number_stays_in_its_token() -> None:
     assert torch.equal(found_TE[others], expected_TE[others])
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["spread", "crowded"])
 @pytest.mark.parametrize("form", ["plain", "biases, transposed, clamped"])
@@ -344,6 +345,7 @@ def test_all_experts_in_one_call(dtype: torch.dtype, kind: str, form: str) -> No
         assert (experts(x_TE, *chosen) - exact_TE).abs().max() < bound(exact_TE, dtype)
 
 
+@pytest.mark.product(2)
 @needs_packing
 @pytest.mark.parametrize("num_tokens", [1, 5, 60])
 @pytest.mark.parametrize("form", ["plain", "biases, transposed, clamped"])
@@ -465,6 +467,7 @@ def run_peer(layer: Any, x_TE: Tensor) -> Tensor:
     return (out[0] if isinstance(out, tuple) else out)[0]
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize("kind", ["mixtral", "qwen2", "qwen3", "gpt_oss"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("do_pack", [False, True])

@@ -88,7 +88,7 @@ def make(name: str, changes: dict[str, Any], path: Path) -> Any:
     return peer
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("which", sorted(MODELS))
 def test_logits_in_pieces_ragged_forked_and_rewound(which: str, tmp_path: Path) -> None:
     peer = make(*MODELS[which], tmp_path)

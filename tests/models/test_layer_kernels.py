@@ -126,7 +126,7 @@ def test_tokens_of_dense_families(tiny: TinyCheckpoint, kernels: CountedRows) ->
     check(tiny.case, tiny.path, kernels)
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 @pytest.mark.parametrize(("module", "name"), OTHERS, ids=lambda given: given if isinstance(given, str) else "")
 def test_tokens_of_other_families(module: Any, name: str, tmp_path: Path, kernels: CountedRows) -> None:
     case = next(one for one in module.CASES if one.name == name)
@@ -162,7 +162,7 @@ def logits_of(path: Path, cut: Sequence[int], others: int, joined: bool = True, 
     return output.rows(others // 2).clone()
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(8)
 @pytest.mark.skipif(native_library() is None, reason="the products are PyTorch's here")
 @pytest.mark.parametrize("level", [None, EMULATED])
 def test_bfloat16_results_do_not_depend_on_the_batch(tiny: TinyCheckpoint, level: int | None) -> None:
@@ -173,7 +173,7 @@ def test_bfloat16_results_do_not_depend_on_the_batch(tiny: TinyCheckpoint, level
         assert torch.equal(logits_of(tiny.path, cut, others, level=level), alone)
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 @pytest.mark.skipif(native_library() is None, reason="the products are PyTorch's here")
 @pytest.mark.parametrize(("module", "name"), OTHERS[:4], ids=lambda given: given if isinstance(given, str) else "")
 def test_bfloat16_results_of_mixtures_do_not_either(module: Any, name: str, tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def through(model: Model, state: State, tokens_T: Tensor) -> Tensor:
     return x_TE
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("first", [0, 1, 2])
 @pytest.mark.parametrize("case", CHOSEN, ids=lambda case: case.name)
 def test_true_rows_change_nothing(make_tiny: Any, case: Case, first: int) -> None:

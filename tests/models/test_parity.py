@@ -175,7 +175,7 @@ def test_dynamic_rope_beyond_the_context(make_tiny: Any) -> None:
     assert error(run(model, tokens_T[:9], [9]), exact[:9]) <= bound
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(8)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_is_no_worse_than_in_transformers(tiny: Any, dtype: str) -> None:
     model = load_model(tiny.path, dtype=dtype)

@@ -489,7 +489,7 @@ def parameters(draw: st.DrawFn, kind: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("kind", [kind for kind in ROPE_SCALINGS if kind != "default"])
 @settings(max_examples=40, deadline=None)
 @drawn(data=st.data())

@@ -10,14 +10,14 @@ MUTANTS = (
         file="base/types.py",
         old="kept = tuple(run for run in self.runs if run[0] < position)",
         new="kept = tuple(run for run in self.runs if run[0] <= position)",
-        tests=("test_adapter_runs.py",),
+        tests=("base/test_adapter_runs.py",),
     ),
     Mutant(
         name="histories-agree-behind-a-difference",
         file="base/types.py",
         old="if start < length and self.at(start) != other.at(start)), length)",
         new="if start < length and self.at(start) != other.at(start) and start), length)",
-        tests=("test_adapter_runs.py",),
+        tests=("base/test_adapter_runs.py",),
     ),
     Mutant(
         name="prefixes-shared-by-all-adapters",
@@ -52,7 +52,7 @@ MUTANTS = (
         file="branches/session_branches.py",
         old="agreed = parent.runs.agreed(child.runs, length)\n",
         new="agreed = length\n",
-        tests=("engine/test_adapters.py::test_a_rewind_into_another_run", "engine/test_adapters.py"),
+        tests=("engine/test_adapters.py::test_a_fork_within_another_run",),
     ),
     Mutant(
         name="files-without-their-adapters",

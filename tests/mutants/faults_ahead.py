@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.harness import Mutant
 
-TESTS, SEEN = "engine/test_steps_ahead.py", "test_seen_tokens.py"
+TESTS, SEEN = "engine/test_steps_ahead.py", "sampling/test_seen_tokens.py"
 STEPS, DRAWS, TABLE = "engine/steps.py", "sampling/draws.py", "sampling/seen_tokens.py"
 MUTANTS = (
     Mutant(
@@ -75,7 +75,7 @@ MUTANTS = (
         file="runner/graph.py",
         old="            self.static.tokens.tensor[: len(drawn)].copy_(drawn)\n",
         new="            pass\n",
-        tests=("test_graph_runner.py::test_tokens_of_the_device_are_one_for_each",),
+        tests=("runner/test_graph_runner.py::test_tokens_of_the_device_are_one_for_each",),
     ),
     Mutant(
         name="penalties-count-what-was-read-twice",

@@ -81,6 +81,6 @@ MUTANTS = (
         file="kernels/attention/sdpa.py",
         old="            if keys >= count:\n",
         new="            if keys:\n",
-        tests=("test_attention_kernel.py::test_new_rows_from_the_pool",),
+        tests=("kernels/test_attention_kernel.py::test_new_rows_from_the_pool",),
     ),
 )

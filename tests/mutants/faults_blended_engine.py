@@ -140,7 +140,7 @@ MUTANTS = (
         old="        positions=positions,\n        positions_T=uploaded(positions, batch.device),\n        max_position",
         new="        positions=np.arange(rows.size) + np.repeat(batch.stored + batch.added - starts[1:], np.diff(starts)),\n"
         "        positions_T=uploaded(positions, batch.device),\n        max_position",
-        tests=("engine/test_blended_invariants.py::test_every_family",),
+        tests=("kv/test_narrowing.py::test_any_rows_of_any_batch",),
     ),
     Mutant(
         name="chunks-of-another-place",

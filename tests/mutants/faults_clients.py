@@ -15,21 +15,21 @@ MUTANTS = (
         file="text/chat_calls.py",
         old="with suppress(ValueError, RecursionError):",
         new="with suppress(RecursionError):",
-        tests=("test_chat.py::test_arguments_that_are_no_object_are_taken",),
+        tests=("text/test_chat.py::test_arguments_that_are_no_object_are_taken",),
     ),
     Mutant(
         name="templates-get-text-for-objects",
         file="text/chat_calls.py",
         old='function["arguments"], found = {}, True',
         new="found = True",
-        tests=("test_chat.py::test_arguments_that_are_no_object_are_taken",),
+        tests=("text/test_chat.py::test_arguments_that_are_no_object_are_taken",),
     ),
     Mutant(
         name="developers-are-unknown",
         file="text/chat_rendering.py",
         old='if role == "developer" and not template.knows_developers:',
         new='if role == "developer":',
-        tests=("test_chat.py::test_developers_are_systems_where_they_are_unknown",),
+        tests=("text/test_chat.py::test_developers_are_systems_where_they_are_unknown",),
     ),
     Mutant(
         name="objects-stay-open",
@@ -176,7 +176,7 @@ MUTANTS = (
         file="base/sampling_fields.py",
         old="return None if found == -1 else found",
         new="return found",
-        tests=("test_sampling_params.py::test_a_seed_of_minus_one_is_none",),
+        tests=("base/test_sampling_params.py::test_a_seed_of_minus_one_is_none",),
     ),
     Mutant(
         name="more-steps-than-max-tokens",

@@ -370,8 +370,8 @@ STATES = (
         old=".tril_(-1)",
         new=".tril_()",
         tests=(
-            "test_recurrence.py::test_example_of_linear_attention",
-            "test_recurrence.py::test_in_pieces_with_the_state_carried",
+            "kernels/test_recurrence.py::test_example_of_linear_attention",
+            "kernels/test_recurrence.py::test_in_pieces_with_the_state_carried",
         ),
     ),
     Mutant(
@@ -379,7 +379,10 @@ STATES = (
         file="ops/recurrence.py",
         old="window_WC[1:]",
         new="window_WC[:-1]",
-        tests=("test_recurrence.py::test_example_of_the_convolution", "test_recurrence.py::test_convolution"),
+        tests=(
+            "kernels/test_recurrence.py::test_example_of_the_convolution",
+            "kernels/test_recurrence.py::test_convolution",
+        ),
     ),
 )
 

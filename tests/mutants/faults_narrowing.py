@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutants.harness import Mutant
 
 ANY_ROWS = "kv/test_narrowing.py::test_any_rows_of_any_batch"
-COST = "test_attention_kernel.py::test_rows_that_are_no_neighbours_cost_what_they_see"
+COST = "kernels/test_attention_kernel.py::test_rows_that_are_no_neighbours_cost_what_they_see"
 
 MUTANTS = (
     Mutant(

@@ -66,14 +66,14 @@ MUTANTS = (
         file="text/detokenizer.py",
         old="depth[state] if self._next[state] else self._held[fallback]",
         new="depth[state]",
-        tests=("test_detokenizer.py::test_of_a_stop_string_that_came_too_early_only_its_end_is_held_back",),
+        tests=("text/test_detokenizer.py::test_of_a_stop_string_that_came_too_early_only_its_end_is_held_back",),
     ),
     Mutant(
         name="the-end-of-an-ignored-stop-string-is-not-held-back",
         file="text/detokenizer.py",
         old="depth[state] if self._next[state] else self._held[fallback]",
         new="depth[state] if self._next[state] else 0",
-        tests=("test_detokenizer.py::test_of_a_stop_string_that_came_too_early_only_its_end_is_held_back",),
+        tests=("text/test_detokenizer.py::test_of_a_stop_string_that_came_too_early_only_its_end_is_held_back",),
     ),
     Mutant(
         name="starts-of-a-failed-call-stay-kept",

@@ -17,14 +17,14 @@ MUTANTS = (
         file="branches/prefix_cache.py",
         old=" and not node.children and len(node.sequences) == 1:",
         new=":",
-        tests=("test_prefix_cache.py",),
+        tests=("branches/test_prefix_cache.py",),
     ),
     Mutant(
         name="forgotten-tokens-still-counted",
         file="branches/prefix_cache.py",
         old="            self.num_tokens -= node.edge.size\n",
         new="",
-        tests=("test_prefix_cache.py",),
+        tests=("branches/test_prefix_cache.py",),
     ),
     Mutant(
         name="all-keys-are-one-owner",

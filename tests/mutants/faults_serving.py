@@ -10,7 +10,7 @@ EXECUTOR = (
         file="runner/local.py",
         old="return x_TE.index_copy(0, rows, inputs.embeddings.to(x_TE.device, x_TE.dtype))",
         new="return x_TE",
-        tests=("test_local_runner.py::test_embeddings_stand_at_placeholders",),
+        tests=("runner/test_local_runner.py::test_embeddings_stand_at_placeholders",),
     ),
     Mutant(
         name="embeddings-of-another-piece",
@@ -48,14 +48,14 @@ INTERRUPTS = (
         file="base/interrupts.py",
         old="        if self._depth == self._exposed:\n            self._deliver()\n\n    def _install",
         new="        self._deliver()\n\n    def _install",
-        tests=("test_interrupts.py",),
+        tests=("base/test_interrupts.py",),
     ),
     Mutant(
         name="handlers-not-given-back",
         file="base/interrupts.py",
         old="                _signal.signal(number, handler)\n\n    def _deliver",
         new="                pass\n\n    def _deliver",
-        tests=("test_interrupts.py",),
+        tests=("base/test_interrupts.py",),
     ),
     Mutant(
         name="code-of-users-shielded",

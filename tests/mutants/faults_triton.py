@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutants.harness import Mutant
 
 TESTS = "kernels/test_triton_attention.py"
-SIZES = "test_graph_runner.py::test_no_more_sizes_are_kept_than_asked_for"
+SIZES = "runner/test_graph_runner.py::test_no_more_sizes_are_kept_than_asked_for"
 STATIC = "kv/static_pass.py"
 PROGRAMS = "kernels/attention/attention_programs.py"
 MUTANTS = (
@@ -98,14 +98,14 @@ MUTANTS = (
         file=STATIC,
         old="        self._written.fill(opened.targets,",
         new="        self._written.tensor.any() or self._written.fill(opened.targets,",
-        tests=("test_graph_runner.py::test_a_failed_step_is_undone",),
+        tests=("runner/test_graph_runner.py::test_a_failed_step_is_undone",),
     ),
     Mutant(
         name="triton-keys-turn-without-their-norm",
         file="kernels/rows/row_programs.py",
         old="weight_HW += tl.load(k_weight + there_HW",
         new="weight_HW += 0 * tl.load(k_weight + there_HW",
-        tests=("test_row_kernels.py::test_heads_are_placed",),
+        tests=("kernels/test_row_kernels.py::test_heads_are_placed",),
     ),
     Mutant(
         name="triton-chunks-forget-the-state-that-fades",

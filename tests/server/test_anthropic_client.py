@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from typing import Any, get_args
 
+import pydantic
 import pytest
 
 from .conftest import Served
@@ -13,14 +16,18 @@ from .test_disconnects import broken_at
 
 __all__ = ["capable", "says"]
 
-anthropic = pytest.importorskip("anthropic", reason="Anthropic's client is not installed")
-pydantic = pytest.importorskip("pydantic")
-types = anthropic.types
+pytestmark = pytest.mark.skipif(find_spec("anthropic") is None, reason="Anthropic's client is not installed")
 SENT: dict[str, Any] = {"model": "tiny-chat", "max_tokens": 12, "extra_body": {"ignore_eos": True, "temperature": 0}}
 
 
+@pytest.fixture(scope="module")
+def anthropic() -> Any:
+    """Return the client's package, whose import takes a second."""
+    return importlib.import_module("anthropic")
+
+
 def connected(served: Served) -> Any:
-    return anthropic.Anthropic(base_url=served.url, api_key="none", max_retries=0)
+    return importlib.import_module("anthropic").Anthropic(base_url=served.url, api_key="none", max_retries=0)
 
 
 @pytest.fixture
@@ -29,8 +36,12 @@ def api(chat_served: Served) -> Iterator[Any]:
         yield client
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("thought", [False, True])
-def test_events_have_the_official_types(capable: Served, says: Callable[[str], None], thought: bool) -> None:
+def test_events_have_the_official_types(
+    anthropic: Any, capable: Served, says: Callable[[str], None], thought: bool
+) -> None:
+    types = anthropic.types
     kinds = {
         get_args(kind.model_fields["type"].annotation)[0]: kind
         for kind in get_args(get_args(types.RawMessageStreamEvent)[0])
@@ -91,7 +102,7 @@ def test_parsed_answers(api: Any) -> None:
     assert parsed.parsed_output.ok in (True, False)
 
 
-def test_errors(api: Any, chat_served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors(anthropic: Any, api: Any, chat_served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(anthropic.BadRequestError, match="prompt is too long") as caught:
         api.messages.create(messages=[user("x " * 9000)], **SENT)
     assert caught.value.body["error"]["type"] == "invalid_request_error"

@@ -192,6 +192,7 @@ def test_turns_become_messages(chat_client: httpx.Client) -> None:
     assert input_of(found) == chat["usage"]["prompt_tokens"]
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("whole", [False, True])
 def test_thinking_text_and_calls(capable: Served, says: Callable[[str], None], whole: bool) -> None:
     says(f"<think>\nHm.\n</think>\n\nYes.{CALL}{CALL.replace('Rome', 'Paris')}")

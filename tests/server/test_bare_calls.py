@@ -48,6 +48,7 @@ WRITERS: Mapping[str, Callable[[Calls], str]] = {
 }
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize("writer", WRITERS)
 @pytest.mark.parametrize("name", NAMES)
 def test_they_are_calls_in_every_format(name: str, writer: str) -> None:
@@ -59,6 +60,7 @@ def test_they_are_calls_in_every_format(name: str, writer: str) -> None:
             assert message.content is None
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("writer", WRITERS)
 @settings(max_examples=examples(6, 15), deadline=None)
 @given(calls=CALLS, places=st.lists(st.integers(0, 10_000), max_size=6), more=STRINGS)
@@ -157,7 +159,7 @@ def test_a_call_that_was_cut_stays_one() -> None:
     assert broken.content == "\nSo."
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(40, 100), deadline=None)
 @given(value=JSON, text=st.text(max_size=10), places=st.lists(st.integers(0, 10_000), max_size=5))
 def test_no_answer_is_changed(value: Any, text: str, places: list[int]) -> None:
     answer = f"{json.dumps(value, ensure_ascii=False)}{text}"

@@ -60,6 +60,7 @@ def test_what_templates_write_is_in_the_grammar(write: Callable[[Calls], str]) -
     assert fits(grammar(name), write([("weather", {"city": "Bonn"})]).lstrip("\n")) == (write in BARE)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_answers_and_nothing_else(name: str) -> None:
     assert fits(grammar(name), '{"say":"<tool_call>"}')

@@ -480,6 +480,7 @@ COMMAND = "<|START_THINKING|><|END_THINKING|><|START_ACTION|><|START_RESPONSE|>"
 """What a template of Command A holds, as far as it matters."""
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("tools", [None, [WEATHER]])
 def test_what_stands_around_an_answer_is_no_part_of_it(
     capable: Served, says: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, tools: list[Any] | None
@@ -496,6 +497,7 @@ def test_what_stands_around_an_answer_is_no_part_of_it(
     assert [call["function"]["name"] for call in message.get("tool_calls", ())] == ["weather"] * bool(tools)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("thinking", [True, None, False])
 def test_a_form_holds_behind_the_reasoning(capable: Served, thinking: bool | None) -> None:
     """The prompt opens it, or the model does; where it is switched off, the form holds at once."""

@@ -94,6 +94,7 @@ HISTORIES: list[list[dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("history", HISTORIES)
 def test_a_conversation_goes_on(chat_client: httpx.Client, walking: httpx.Client, history: list[Any]) -> None:
     messages = [*MESSAGES, *history, {"role": "tool", "tool_call_id": "a", "content": None}, *MESSAGES]

@@ -148,7 +148,7 @@ def assert_is(error: dict[str, Any], kind: type[QuireError], where: Any) -> None
     assert error["message"] == WORDS.get(code, REASON), where
 
 
-@pytest.mark.product(4)
+@pytest.mark.product(7)
 @pytest.mark.parametrize("place", ["forward", "schedule"])
 @pytest.mark.parametrize("kind", EXPECTED, ids=lambda kind: kind.__name__)
 def test_what_fails_before_a_token_has_its_status(
@@ -173,7 +173,7 @@ def test_what_fails_before_a_token_has_its_status(
     assert client.get(f"/v1/sessions/{session}").json()["tokens"] == before
 
 
-@pytest.mark.product(4)
+@pytest.mark.product(7)
 @pytest.mark.parametrize("kind", EXPECTED, ids=lambda kind: kind.__name__)
 def test_what_fails_behind_a_token_ends_a_stream(
     chat_served: Served, session: str, monkeypatch: pytest.MonkeyPatch, kind: type[QuireError]
@@ -220,6 +220,7 @@ def test_results_in_python_have_the_error_itself(chat_served: Served, monkeypatc
     assert output.outputs[0].failure is None
 
 
+@pytest.mark.product(3)
 @pytest.mark.parametrize("kind", EXPECTED, ids=lambda kind: kind.__name__)
 def test_what_fails_in_a_reader_has_its_status(
     chat_served: Served, monkeypatch: pytest.MonkeyPatch, kind: type[QuireError]

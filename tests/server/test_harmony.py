@@ -17,6 +17,7 @@ import httpx
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tests.examples import examples
 
 from quire import AsyncLLM
 from quire.base.errors import FailedPrecondition
@@ -289,7 +290,7 @@ def naive(text: str) -> Read:
     return reasoning, content, []
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(66, 200), deadline=None)
 @given(st.lists(st.sampled_from([one for one in FRAGMENTS if one not in ("<|call|>", "<|constrain|>")]), max_size=14))
 @example(["<|end|>", " ", "<|end|>", "<|message|>", "a", "<|end|>", "`", "<|start|>", "<|message|>"])
 def test_texts_read_all_at_once(fragments: list[str]) -> None:
@@ -306,7 +307,7 @@ def test_nothing_is_lost(text: str, inside: bool) -> None:
     assert kept.count("😀") >= text.partition("<|call|>")[0].count("😀")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(66, 200), deadline=None)
 @given(TEXTS, st.lists(st.integers(0, 200), max_size=8), st.booleans(), st.booleans())
 @example("<|channel|>", [5], False, False)
 @example('<|channel|> to=functions.weather<|message|>{"\\<|end|>"<|end|>', [], True, False)

@@ -149,6 +149,7 @@ def test_a_template_without_calls_has_no_form() -> None:
 FORCED = [name for name in TEMPLATES if name != "gemma-3"]
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("name", FORCED)
 def test_forced_calls_are_what_the_template_writes(name: str) -> None:
     found = form(name)
@@ -180,6 +181,7 @@ def test_forced_calls_are_what_the_template_writes(name: str) -> None:
         assert calls_of(MessageFormat(calls=format, tools=TOOLS), written.rstrip()) == calls
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("name", FORCED)
 def test_a_forced_call_that_was_cut_is_in_the_call_or_nowhere(name: str) -> None:
     found = form(name)

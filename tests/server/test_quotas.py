@@ -118,6 +118,7 @@ def test_no_key_pins_what_others_need(small: AsyncLLM) -> None:
             client.leave()
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_pinned_session_does_not_outgrow_its_share(small: AsyncLLM, stream: bool) -> None:
     size = small.engine.runner.state.page_size

@@ -136,7 +136,7 @@ def test_the_prompt_tells_better() -> None:
     assert not THINK.opened_by("What does <think> mean?<|im_start|>assistant\n")
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("body", ["\n", "<", "</think", "word "])
 def test_time_is_linear(body: str) -> None:
     def seconds(size: int) -> float:

@@ -528,7 +528,7 @@ def names(chat_served: Served) -> Names:
     return {name: chat_served.client.post("/v1/sessions", json=body).json()["id"] for name, body in bodies.items()}
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("place", PLACES)
 def test_parameters_everywhere(chat_served: Served, names: Names, place: str) -> None:
     path, base = PLACES[place]

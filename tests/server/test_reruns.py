@@ -102,6 +102,7 @@ def cached(answer: Any) -> int:
     return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_next_turn_finds_the_answer(served: Served, stream: bool) -> None:
     """Without its reasoning; its tokens are those of a server that runs nothing again."""

@@ -172,6 +172,7 @@ def test_streams_say_the_same(chat_client: httpx.Client) -> None:
     assert (text_of(empty[-1]["response"]), empty[-1]["type"]) == ("", "response.completed")
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("stream", [False, True])
 def test_reasoning_text_and_calls(capable: Served, says: Callable[[str], None], stream: bool) -> None:
     says(f"<think>\nHm.\n</think>\n\nYes.{CALL}{CALL.replace('Rome', 'Paris')}")

@@ -18,9 +18,9 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from tests.cli.test_cli import run
 from tests.engine.conftest import Checkpoint, hybrid
 from tests.executor.conftest import prompt
-from tests.test_cli import run
 
 from quire import LLM
 from quire.base.errors import NotFound

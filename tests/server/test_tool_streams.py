@@ -51,8 +51,9 @@ def written(write: Any, value: str) -> str:
 # -- how soon --------------------------------------------------------------------------------------
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("write", STREAMED, ids=lambda write: write.__name__)
-@settings(max_examples=examples(20, 40), deadline=None)
+@settings(max_examples=examples(10, 40), deadline=None)
 @given(parts=st.lists(STRINGS, max_size=12), place=st.integers(0, 10_000))
 def test_arguments_are_given_as_they_are_written(write: Any, parts: list[str], place: int) -> None:
     """All but an escape that is not whole."""
@@ -82,8 +83,9 @@ def _literal(source: str) -> Any:
         return None
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("write", TRANSLATED, ids=lambda write: write.__name__)
-@settings(max_examples=examples(25, 60), deadline=None)
+@settings(max_examples=examples(12, 60), deadline=None)
 @given(parts=st.lists(STRINGS, max_size=12), place=st.integers(0, 10_000))
 def test_strings_are_given_as_they_are_written(write: Any, parts: list[str], place: int) -> None:
     """Also where they become JSON: all but what may belong to the tag that ends them."""
@@ -174,8 +176,9 @@ def test_a_malformed_call_gets_all_of_it(write: Any, values: dict[str, Any], pla
     assert streamed(format, cut(broken, places)) == message
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("write", TRANSLATED, ids=lambda write: write.__name__)
-@settings(max_examples=examples(25, 60), deadline=None)
+@settings(max_examples=examples(12, 60), deadline=None)
 @given(calls=CALLS, place=st.integers(0, 10_000), places=st.lists(st.integers(0, 2000), max_size=6))
 def test_a_prefix_of_the_text_is_a_prefix_of_the_calls(
     write: Any, calls: list[Any], place: int, places: list[int]
@@ -248,7 +251,7 @@ PARTS = ["\\", "\\'", '"', "n", "x4", "1", "u00e9", "U0001", "F600", "07", "8", 
 
 
 @pytest.mark.filterwarnings("ignore:invalid")
-@settings(max_examples=examples(200, 500), deadline=None)
+@settings(max_examples=examples(100, 500), deadline=None)
 @given(st.lists(st.sampled_from(PARTS), max_size=8).map("".join))
 @example("\\ud83d")
 def test_strings_are_what_python_reads(body: str) -> None:
@@ -267,7 +270,7 @@ def test_tuples_are_lists(source: str) -> None:
     assert read(source) == json.loads(json.dumps(ast.literal_eval(source)))
 
 
-@settings(max_examples=examples(120, 300), deadline=None)
+@settings(max_examples=examples(60, 300), deadline=None)
 @given(JSON)
 def test_json_literals_are_literals_too(value: Any) -> None:
     assert read(json.dumps(value)) == value

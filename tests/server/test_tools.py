@@ -241,6 +241,7 @@ def tools_of(calls: Calls) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("write", list(WRITERS), ids=lambda write: write.__name__)
 @settings(max_examples=examples(12, 100), deadline=None)
 @given(content=CONTENTS, calls=CALLS, places=st.lists(st.integers(0, 2000), max_size=12))
@@ -259,6 +260,7 @@ def test_what_templates_write(write: Callable[[Calls], str], content: str, calls
     assert streamed(format, list(text), tools) == message
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("write", list(WRITERS), ids=lambda write: write.__name__)
 def test_a_call_that_is_cut_short_stays_one(write: Callable[[Calls], str]) -> None:
     format = format_of(WRITERS[write])
@@ -330,7 +332,7 @@ def without_wrappers(format: ToolFormat, text: str) -> str:
 SOUP = st.lists(st.sampled_from(FRAGMENTS), max_size=14).map("".join)
 
 
-@settings(max_examples=examples(120, 400), deadline=None)
+@settings(max_examples=examples(60, 400), deadline=None)
 @given(SOUP, st.lists(st.integers(0, 1000), max_size=10))
 def test_any_text_however_it_is_cut(text: str, places: list[int]) -> None:
     for format in every_format():
@@ -349,7 +351,7 @@ def test_any_text_however_it_is_cut(text: str, places: list[int]) -> None:
             assert begins_an_object(call.arguments[:written])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(100, 300), deadline=None)
 @given(SOUP)
 def test_what_is_around_a_call_does_not_change_it(text: str) -> None:
     format = format_of("hermes")
@@ -393,7 +395,7 @@ JSON_SOUP = st.lists(
 )
 
 
-@settings(max_examples=examples(100, 500), deadline=None)
+@settings(max_examples=examples(50, 500), deadline=None)
 @given(st.sampled_from("{["), JSON_SOUP | JSON.map(json.dumps).map(list), st.lists(st.integers(0, 300), max_size=6))
 def test_json_is_what_python_reads(opener: str, parts: list[str], places: list[int]) -> None:
     text = "".join(parts)
@@ -664,7 +666,7 @@ INSIDE = '<tool_call>{"name": "f", "arguments": {"a": [{}, "'
 """The beginning of a call of ``hermes``; others take it for text."""
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(8)
 @pytest.mark.parametrize(
     ("name", "unit", "begin"),
     [

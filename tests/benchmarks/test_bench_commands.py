@@ -42,7 +42,7 @@ from quire_bench.throughput import (
     worth_it,
 )
 
-BENCH = Path(__file__).parents[1] / "bench"
+BENCH = Path(__file__).parents[2] / "bench"
 QUICK = SHAPES["quick-1m"]
 WINDOW = 24
 HARDWARE: Hardware = {
@@ -138,7 +138,7 @@ class TestWorkload:
 
 
 class TestPeer:
-    @pytest.mark.turns(2)
+    @pytest.mark.turns(4)
     @pytest.mark.parametrize("batch", [1, 3, 7, 50])
     def test_static_batches_give_what_was_wanted(self, peer: TransformersPeer, batch: int) -> None:
         work = ragged()
@@ -146,6 +146,7 @@ class TestPeer:
         assert served.seconds > 0
         assert_predicted(work, served.tokens)
 
+    @pytest.mark.turns(2)
     @pytest.mark.parametrize("batch", [2, 7])
     def test_continuous_batching_gives_what_was_wanted(self, peer: TransformersPeer, batch: int) -> None:
         work, attention = ragged(), peer.model.config._attn_implementation

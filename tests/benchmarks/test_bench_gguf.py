@@ -25,7 +25,7 @@ from quire.ops.rope import inverse_frequencies
 from quire_bench.peers import TransformersPeer
 from quire_bench.reports import random_prompts
 
-BENCH = Path(__file__).parents[1] / "bench"
+BENCH = Path(__file__).parents[2] / "bench"
 LLAMA = SHAPES["quick-1m"]
 LLAMA3 = dataclasses.replace(
     LLAMA, rope=dataclasses.replace(SHAPES["llama-3.2-1b"].rope, original_max_position=1024), head_size=64

@@ -54,6 +54,7 @@ def load(path: Path) -> Tokenizer:
 # ---- encode and decode ----
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("kind", KINDS)
 @settings(deadline=None)
 @given(text=st.one_of(st.text(), st.lists(st.sampled_from(LINES[:5])).map(" ".join)), skip=st.booleans())
@@ -64,6 +65,7 @@ def test_text_decodes_as_the_library_decodes_it(kind: str, text: str, skip: bool
     assert tokenizer.decode(ids, skip_special_tokens=skip) == tokenizer.backend.decode(ids, skip_special_tokens=skip)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("sentencepiece", "gemma")])
 @settings(deadline=None)
 @given(data=st.data(), skip=st.booleans())
@@ -134,6 +136,7 @@ def test_token_text_keeps_spaces_and_special_tokens() -> None:
     assert llama.token_text(10**9) == ""
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=30)
 @given(text=st.one_of(st.sampled_from(LINES), st.text(st.characters(exclude_categories=["Cs"]))))

@@ -19,7 +19,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
 
 from recipes.chunk_recall.task import BOS, Kind, make_question
 from transformers import LlamaForCausalLM
@@ -48,7 +48,7 @@ from plain_llama import PlainLlama
 from quire import LLM, BlendParams, SamplingParams, Segment
 from quire.base.segments import SelectName
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 KEPT = ROOT / "recipes/chunk_recall/model"
 ONE_LAYER = {name: method for name, method in METHODS.items() if not method.factors}
 EXACT_MASK = {name: method for name, method in METHODS.items() if not method.bottom_right}

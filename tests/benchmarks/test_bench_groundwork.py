@@ -110,7 +110,7 @@ class TestCheckpoints:
             token = successor[token]
         assert len(seen) == QUICK.vocab_size
 
-    @pytest.mark.turns(2)
+    @pytest.mark.turns(4)
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
     @pytest.mark.parametrize("shape", [QUICK, LLAMA3, QWEN3], ids=["default", "llama3", "qwen3"])
     def test_text_is_the_predicted_one_in_any_precision(self, shape: Shape, dtype: torch.dtype, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from tests.server.conftest import Served, llm, served
 
 __all__ = ["llm", "served"]
 
-BOARD = Path(__file__).parent.parent / "deploy/grafana/quire.json"
+BOARD = Path(__file__).parents[2] / "deploy/grafana/quire.json"
 SELECTOR = re.compile(r"(?<![\w:])((?:quire|vllm):\w+)\{([^}]*)\}")
 BY = re.compile(r"by \(([^)]*)\)")
 WORDS = re.compile(r"[a-zA-Z_]\w*")

@@ -30,6 +30,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save as safetensors_save
+from tests.examples import examples
 from torch import Tensor
 
 from quire.base.errors import (
@@ -45,7 +46,7 @@ from quire.statefile import header as state_header
 from quire.statefile.container import TensorSpec, plan_of, read_state, to_bytes, write_state
 from quire.statefile.header import dtypes
 
-DOC = (Path(__file__).parents[1] / "docs" / "statefile.md").read_text()
+DOC = (Path(__file__).parents[2] / "docs" / "statefile.md").read_text()
 PREFIX = b'{"__metadata__":{"header_checksum":"'
 
 
@@ -132,7 +133,7 @@ def tensor_values(draw: st.DrawFn) -> Tensor:
 
 
 @given(metadata=st.dictionaries(st.text(), json_values, max_size=5), tensors=st.dictionaries(names, tensor_values()))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(50, 150), deadline=None)
 def test_round_trip(metadata: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     data = pack(metadata, tensors)
     state = read_state(data)
@@ -402,7 +403,7 @@ fields = st.fixed_dictionaries(
     document=st.none() | json_texts,
     size=st.integers(0, 12),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(100, 300), deadline=None)
 def test_sealed_nonsense_never_escapes(
     entries: list[tuple[str, dict[str, str]]], document: str | None, size: int
 ) -> None:
@@ -421,7 +422,7 @@ def test_sealed_nonsense_never_escapes(
 @given(
     data=st.binary(max_size=200), prefix=st.sampled_from([b"", SMALL_BYTES[:8], SMALL_BYTES[:60], SMALL_BYTES[:-20]])
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(100, 300), deadline=None)
 def test_random_bytes_are_refused(data: bytes, prefix: bytes) -> None:
     assume(prefix + data != SMALL_BYTES)
     with pytest.raises((DataLoss, InvalidArgument)):
@@ -429,7 +430,7 @@ def test_random_bytes_are_refused(data: bytes, prefix: bytes) -> None:
 
 
 @given(cut=st.integers(0, len(SMALL_BYTES)), drop=st.integers(0, 9), insert=st.binary(max_size=9))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(100, 300), deadline=None)
 def test_spliced_files_are_refused(cut: int, drop: int, insert: bytes) -> None:
     spliced = SMALL_BYTES[:cut] + insert + SMALL_BYTES[cut + drop :]
     if spliced != SMALL_BYTES:

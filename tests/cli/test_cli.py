@@ -696,6 +696,7 @@ def test_closed_pipe_is_quiet() -> None:
     assert b"Traceback" not in err
 
 
+@pytest.mark.slow
 def test_tables_end_as_texts_do_at_a_closed_pipe() -> None:
     pipe, closed = os.pipe()
     os.close(pipe)

@@ -43,7 +43,7 @@ from quire_bench.hardware import Hardware, measure
 from quire_bench.peers import TransformersPeer
 from quire_bench.reports import Spread, random_prompts
 
-BENCH = Path(__file__).parents[1] / "bench"
+BENCH = Path(__file__).parents[2] / "bench"
 QUICK = SHAPES["quick-1m"]
 OPTIONS = {"device": "cpu", "dtype": "float32", "kv_cache_memory": "32MiB"}
 
@@ -238,6 +238,7 @@ class TestWindows:
 
 
 class TestOverheads:
+    @pytest.mark.slow
     def test_runs_and_reports(self, directory: Path) -> None:
         table, result = run("overheads", directory, "--batch", "3", "--context", "20", "--decode", "5", "--rounds", "2")
         assert "attention plan" in table
@@ -425,6 +426,7 @@ def found(directory: Path) -> tuple[str, dict[str, Any]]:
 
 
 class TestStates:
+    @pytest.mark.slow
     def test_costs(self, found: tuple[str, dict[str, Any]]) -> None:
         table, result = found
         assert result["benchmark"] == "states"
@@ -557,6 +559,7 @@ class TestStates:
 
 
 class TestQuantisation:
+    @pytest.mark.slow
     def test_runs_and_reports(self) -> None:
         if native_problem():
             pytest.skip(native_problem())

@@ -496,7 +496,7 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     """Its cells one after the other; what a cell ends with is shown as a notebook would."""
     pyplot = figures()
     monkeypatch.chdir(tmp_path)
-    book = json.loads((Path(__file__).parent.parent / "examples" / "looking.ipynb").read_text(encoding="utf-8"))
+    book = json.loads((Path(__file__).parents[2] / "examples" / "looking.ipynb").read_text(encoding="utf-8"))
     names: dict[str, Any] = {"__name__": "__main__"}
     shown = []
     for cell in book["cells"]:

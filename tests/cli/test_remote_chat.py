@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.benchmarks.test_bench_serve import Request, answer, chunked, stub, text_event
 from tests.server.conftest import (
     OPTIONS,
     Served,
@@ -23,7 +24,6 @@ from tests.server.conftest import (
     serving,
     wait_for,
 )
-from tests.test_bench_serve import Request, answer, chunked, stub, text_event
 
 from quire import LLM, AsyncLLM, SamplingParams
 from quire.base.errors import InvalidArgument, NotFound, QuireError, ResourceExhausted

@@ -1,8 +1,7 @@
-"""The attention backends over plans made by hand, against a definition in float64 by loops over
-keys.
+"""The attention backends over plans made by hand, against a definition in float64, row by row.
 
-The definition decides what a row sees from the words of ``ForwardPlan``, key by key, and shares no
-code with the backends. Bounds say how far a right answer may be from the exact one; they are
+The definition decides what a row sees from the words of ``ForwardPlan``, and shares no code with
+the backends. Bounds say how far a right answer may be from the exact one; they are
 derived from the precision.
 
 Letters: T rows of the batch; Hq, Hkv heads; Dk, Dv head sizes; P page size; S slots.
@@ -171,6 +170,9 @@ class Case:
     ) -> None:
         rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
         self.made = [make_entry(entry, rng) for entry in entries]
+        self.sights = [
+            [self.sight(number, row) for row in range(len(made.positions))] for number, made in enumerate(self.made)
+        ]
         self.scoring = scoring or Scoring(sizes[0] ** -0.5)
         self.dtype = dtype
         kv_heads, group = heads
@@ -204,17 +206,16 @@ class Case:
         shape = ((sum(widths) + 2) * page_size, kv_heads)
         self.k_SHD, self.v_SHD = (torch.full((*shape, dim), math.nan, dtype=dtype) for dim in sizes)
         for number, made in enumerate(self.made):
-            visible = {key for row in range(len(made.positions)) for part in self.sight(number, row) for key in part}
+            visible = {key for parts in self.sights[number] for part in parts for key in part}
             for page, slot in enumerate(tables[number].tolist()):
                 if visible.isdisjoint(range(page * page_size, (page + 1) * page_size)):
                     tables[number][page] = -1
                     continue
-                for offset in range(page_size):
-                    for pool in (self.k_SHD, self.v_SHD):
-                        row_HD = torch.full(pool.shape[1:], 50.0)
-                        if page * page_size + offset < made.keys:
-                            row_HD = torch.randn(pool.shape[1:], generator=generator)
-                        pool[slot * page_size + offset] = row_HD.to(dtype)
+                there = min(page_size, made.keys - page * page_size)
+                for pool in (self.k_SHD, self.v_SHD):
+                    rows_PHD = pool[slot * page_size : (slot + 1) * page_size]
+                    rows_PHD[:there] = torch.randn(there, *pool.shape[1:], generator=generator).to(dtype)
+                    rows_PHD[there:] = 50.0
         num_heads, tokens = kv_heads * group, int(counts.sum())
         self.q_THD, q_sink = (torch.randn(tokens, num_heads, sizes[0], generator=generator).to(dtype) for _ in range(2))
         self.q_sink_THD = q_sink if sunk else None
@@ -229,24 +230,18 @@ class Case:
             self.new = self.k_SHD[slots], self.v_SHD[slots]
 
     def sight(self, number: int, row: int) -> tuple[list[int], list[int]]:
-        """Addresses that a row of an entry sees in its window part and in its sink part, key by
-        key.
-        """
+        """Addresses that a row of an entry sees in its window part and in its sink part."""
         made = self.made[number]
         query, low, (sink, end) = made.positions[row], made.lows[row], made.sinks[row]
-        parts: tuple[list[int], list[int]] = ([], [])
-        for address in range(made.keys):
-            position = made.origin + address
-            if made.rule is not None and address >= made.rule.first:
-                position = int(made.rule.positions[address - made.rule.first])
-                seen = bool(made.rule.allowed[row, address - made.rule.first])
-            else:
-                seen = position <= query
-            if seen and position >= low:
-                parts[0].append(address)
-            elif seen and sink <= position < end:
-                parts[1].append(address)
-        return parts
+        positions = made.origin + np.arange(made.keys)
+        seen = positions <= query
+        if made.rule is not None:
+            positions[made.rule.first :] = made.rule.positions[: max(0, made.keys - made.rule.first)]
+            seen[: made.rule.first] = positions[: made.rule.first] <= query
+            seen[made.rule.first :] = made.rule.allowed[row, : max(0, made.keys - made.rule.first)]
+        in_window = seen & (positions >= low)
+        in_sink = seen & ~in_window & (positions >= sink) & (positions < end)
+        return np.flatnonzero(in_window).tolist(), np.flatnonzero(in_sink).tolist()
 
     def exact(
         self, learned: bool
@@ -266,29 +261,32 @@ class Case:
             entry_weights = np.zeros((heads, len(made.positions), made.keys))
             for row in range(len(made.positions)):
                 t = int(self.plan.starts[number]) + row
-                window, sink = self.sight(number, row)
+                window, sink = self.sights[number][row]
                 asked = [(key, q[t]) for key in window]
                 if sink:
                     assert q_sink is not None
                     asked += [(key, q_sink[t]) for key in sink]
                 assert all(slot[key] >= 0 for key, _ in asked)
-                for head in range(heads):
-                    logit = float(self.sinks_H[head]) if learned and self.sinks_H is not None else None
-                    scores = []
-                    for key, query in asked:
-                        score = float(query[head] @ k[slot[key], head // (heads // k.shape[1])]) * self.scoring.scale
-                        if self.scoring.softcap is not None:
-                            score = self.scoring.softcap * math.tanh(score / self.scoring.softcap)
-                        scores.append(score)
-                    terms = scores if logit is None else [*scores, logit]
-                    if not terms:
-                        continue
-                    top = max(terms)
-                    lse[t, head] = top + math.log(math.fsum(math.exp(term - top) for term in terms))
-                    for (key, _), score in zip(asked, scores, strict=True):
-                        weight = math.exp(score - lse[t, head])
-                        entry_weights[head, row, key] = weight
-                        out[t, head] += weight * v[slot[key], head // (heads // v.shape[1])]
+                # Row by row of the heads, so that what a row sees decides alone.
+                scores_HK = np.zeros((heads, len(asked)))
+                values_HKD = v[[slot[key] for key, _ in asked]].transpose(1, 0, 2).repeat(heads // k.shape[1], 0)
+                for part, queries_HD in ((window, q[t]), (sink, None if q_sink is None else q_sink[t])):
+                    if part:
+                        assert queries_HD is not None
+                        keys_HKD = k[[slot[key] for key in part]].transpose(1, 0, 2).repeat(heads // k.shape[1], 0)
+                        place = slice(0, len(window)) if part is window else slice(len(window), None)
+                        scores_HK[:, place] = (keys_HKD @ queries_HD[:, :, None])[:, :, 0] * self.scoring.scale
+                if self.scoring.softcap is not None:
+                    scores_HK = self.scoring.softcap * np.tanh(scores_HK / self.scoring.softcap)
+                terms_HK = scores_HK
+                if learned and self.sinks_H is not None:
+                    terms_HK = np.concatenate((scores_HK, self.sinks_H.double().numpy()[:, None]), 1)
+                if terms_HK.shape[1]:
+                    top_H = terms_HK.max(1)
+                    lse[t] = top_H + np.log(np.exp(terms_HK - top_H[:, None]).sum(1))
+                    weights_HK = np.exp(scores_HK - lse[t][:, None])
+                    entry_weights[:, row, [key for key, _ in asked]] = weights_HK
+                    out[t] = (weights_HK[:, None] @ values_HKD)[:, 0]
                 rows = [slot[key] for key, _ in asked]
                 size = max([0.0, *(float(np.linalg.norm(query, axis=-1).max()) for _, query in asked[:1] + asked[-1:])])
                 k_size = float(np.linalg.norm(k[rows], axis=-1).max()) if rows else 0.0
@@ -340,10 +338,9 @@ class Case:
     def check(self, *names: str) -> None:
         """Attention, state and weights, by the backends named (the quick ones)."""
         pools = self.k_SHD.clone(), self.v_SHD.clone()
-        plain, plain_lse, _, plain_bounds = self.exact(False)
-        out, _, weights, bounds = (
-            (plain, plain_lse, *self.exact(False)[2:]) if self.sinks_H is None else self.exact(True)
-        )
+        without = self.exact(False)
+        plain, plain_lse, _, plain_bounds = without
+        out, _, weights, bounds = without if self.sinks_H is None else self.exact(True)
         shape = (self.plan.num_tokens, self.q_THD.shape[1], self.v_SHD.shape[2])
         for name in names or QUICK:
             backend = BACKENDS[name]()
@@ -624,6 +621,7 @@ def check_feature(
         ).check()
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_that_see_nothing(name: str) -> None:
     """A past that is empty, a mask without a key, a window that ends before the keys: 0 and -inf,
@@ -647,12 +645,13 @@ def test_rows_that_see_nothing(name: str) -> None:
         assert not nothing.run(BACKENDS[name]()).any()
 
 
+@pytest.mark.parametrize("seeds", [3, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", PATIENT)
-def test_new_rows_from_the_pool(name: str) -> None:
+def test_new_rows_from_the_pool(name: str, seeds: int) -> None:
     """Prompts and long chunks without fresh K and V, beside entries whose last page nobody sees,
     and one with fewer keys than new tokens, which has no rows of its own."""
     hidden, short = Entry(kind="mask", past=5, count=1), Entry(kind="past", past=3, count=25)
-    for seed in range(3):
+    for seed in range(seeds):
         Case([hidden, *CHUNKS, hidden, short, hidden], seed=seed, page_size=1, fresh=False).check(name)
 
 
@@ -728,6 +727,7 @@ def test_kinds_of_layers(name: str) -> None:
 # -- how the torch backend does it -----------------------------------------------------------------
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize("count", [1, 3, 16, 17, 40])
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("window", [0, 12])
@@ -747,7 +747,7 @@ def test_rows_of_any_stride(count: int, groups: int, window: int) -> None:
         case.check("torch")
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(8)
 @pytest.mark.parametrize("scores", [1, 100, 1 << 12, 1 << 26])
 @pytest.mark.parametrize("groups", [1, 3])
 def test_no_more_scores_than_allowed(scores: int, groups: int, monkeypatch: pytest.MonkeyPatch) -> None:

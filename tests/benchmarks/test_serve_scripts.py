@@ -23,7 +23,7 @@ from quire.base.errors import InvalidArgument, QuireError, Unsupported
 from quire.grammars import slow_masks
 from quire_bench.serve_process import ServerProcess, resident_bytes, server_process
 
-BENCH = Path(__file__).parents[1] / "bench"
+BENCH = Path(__file__).parents[2] / "bench"
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +52,7 @@ def narrow(oracle: soak.Oracle, tokens: int, **options: Any) -> Iterator[str]:
 # -- the soak --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("caching", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_narrow_pool_loses_nothing(oracle: soak.Oracle, caching: bool) -> None:
     with narrow(oracle, 320, enable_prefix_caching=caching) as url:
@@ -288,6 +289,7 @@ def test_a_stream_beside_slow_grammars(monkeypatch: pytest.MonkeyPatch, capsys: 
 # -- next turns ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_first_token_of_a_next_turn(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--prompt", "300", "--thought", "40", "--answer", "300", "--question", "5", "--rounds", "1"]
     monkeypatch.setattr(sys, "argv", ["next_turn.py", *sizes])

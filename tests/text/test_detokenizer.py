@@ -10,12 +10,12 @@ from itertools import pairwise
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tests.text.test_tokenizer import BUNDLED, load, tokenizer_of
 
 from quire.base.errors import FailedPrecondition, InvalidArgument
 from quire.text.detokenizer import IncrementalDetokenizer, StopMatcher
 from quire.text.tokenizer import Tokenizer
 from small_tokenizers import BUILDERS, LINES
-from test_tokenizer import BUNDLED, load, tokenizer_of
 
 KINDS = [*BUILDERS, "bundled"]
 
@@ -58,7 +58,7 @@ def ids_of(tok: Tokenizer) -> st.SearchStrategy[list[int]]:
 # ---- text ----
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("kind", KINDS)
 @settings(deadline=None)
 @given(data=st.data(), skip=st.booleans())
@@ -73,6 +73,7 @@ def test_deltas_concatenate_to_the_decoded_continuation(kind: str, data: st.Data
     assert detokenizer.num_tokens == detokenizer.tokens_before_stop == len(output)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("kind", KINDS)
 @settings(deadline=None)
 @given(text=st.one_of(st.text(), st.sampled_from(LINES[:5])))
@@ -142,7 +143,7 @@ def first_match(text: str, stops: list[str], after: int = 0) -> tuple[int, int, 
     return None
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("kind", KINDS)
 @settings(deadline=None)
 @given(data=st.data(), include=st.booleans(), min_tokens=st.integers(0, 4))

@@ -26,7 +26,7 @@ from quire_bench.hardware import Hardware
 from quire_bench.peers import TransformersPeer
 from quire_bench.reports import Spread, random_prompts
 
-BENCH = Path(__file__).parents[1] / "bench"
+BENCH = Path(__file__).parents[2] / "bench"
 HARDWARE: Hardware = {
     "device": "none",
     "threads": 1,

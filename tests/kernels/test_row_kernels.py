@@ -213,6 +213,7 @@ def exact_gate(gate: Tensor, activation: ActivationName) -> Tensor:
     return x * 0.5 * torch.special.erfc(x * -math.sqrt(0.5))
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_gates(kernels: RowKernels, dtype: torch.dtype, activation: ActivationName) -> None:
@@ -371,6 +372,7 @@ def test_a_bad_head_stays_alone(kernels: RowKernels, dtype: torch.dtype) -> None
 # -- rows do not know their batch ------------------------------------------------------------------
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [63, 576, 5000])

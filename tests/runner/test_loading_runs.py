@@ -180,6 +180,7 @@ class Loader:
         self.state.finish_import(self.seq)
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("shared", [0, 20, 36])
 @pytest.mark.parametrize("whole", [False, True])

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from tests.examples import examples
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -106,7 +107,7 @@ coarse = st.integers(-40, 40).map(lambda i: i / 4)  # many ties
 rows_of_logits = st.lists(st.one_of(coarse, st.just(-math.inf), st.just(-0.0)), min_size=1, max_size=40)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(100, 300), deadline=None)
 @given(rows_of_logits, filter_params, st.sampled_from([3, 8, 1024]))
 def test_kept_set_and_probabilities_are_the_naive_ones(z: list[float], p: SamplingParams, top_width: int) -> None:
     assume(max(z) > -math.inf)
@@ -119,7 +120,7 @@ def test_kept_set_and_probabilities_are_the_naive_ones(z: list[float], p: Sampli
     assert all((g > 0) == (w > 0) for g, w in zip(got.tolist(), want, strict=True) if not 0 < w < 2.0**-40)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(50, 150), deadline=None)
 @given(
     st.lists(coarse, min_size=10, max_size=10),
     st.lists(st.integers(0, 9), max_size=12),
@@ -330,7 +331,7 @@ def test_a_request_does_not_see_its_batch(
         assert generate(MIX, columns, 4, vocab_size) == [alone[c] for c in columns]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(40, 60), deadline=None)
 @given(st.lists(filter_params, min_size=1, max_size=6), st.integers(0, 2**31), st.data())
 def test_a_row_has_the_same_distribution_bits_in_any_batch(params: list[SamplingParams], seed: int, data: Any) -> None:
     z_RV = logits(len(params), 67, seed=seed).round(decimals=1)
@@ -633,7 +634,7 @@ def test_masks_on_a_gpu() -> None:
     assert torch.equal(on_gpu.cpu(), z_WV)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(40, 100), deadline=None)
 @given(st.lists(filter_params, min_size=1, max_size=5), st.integers(0, 2**31), st.data())
 def test_a_masked_row_is_one_of_a_smaller_vocabulary(params: list[SamplingParams], seed: int, data: Any) -> None:
     """A mask leaves the distribution that the allowed tokens alone would have, whatever edits there

@@ -298,6 +298,7 @@ class Terminal:
         return os.waitstatus_to_exitcode(status)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("way", ["q", "ctrl-c"])
 def test_in_a_terminal_it_goes_on_until_it_is_ended(served: Served, way: str) -> None:
     terminal = Terminal("--url", served.url, "--interval", "0.2")

@@ -22,6 +22,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.examples import examples
 from tests.triton_machine import CarriedRecurrence
 from torch import Tensor
 
@@ -265,7 +266,7 @@ def test_example_of_the_convolution(backend: RecurrenceBackend) -> None:
 # -- chains ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.product(4)
+@pytest.mark.product(8)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize("decay", DECAYS)
@@ -276,7 +277,7 @@ def test_chains(backend: RecurrenceBackend, length: int, decay: str, delta: bool
     assert_close(run(backend, plan, inputs), plan, inputs)
 
 
-@pytest.mark.product(3)
+@pytest.mark.product(6)
 @pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("ratio", [1, 2, 4])
@@ -343,7 +344,7 @@ def test_no_subnormal_numbers_in_products(size: int, rate: float) -> None:
         assert not bool(((found != 0) & (found.abs() < torch.finfo(found.dtype).tiny)).any())
 
 
-@pytest.mark.product(2)
+@pytest.mark.product(4)
 @pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize("decay", DECAYS)
 def test_wanted_rows(backend: RecurrenceBackend, decay: str, delta: bool) -> None:
@@ -377,7 +378,7 @@ def test_in_pieces_with_the_state_carried(pieces: tuple[int, ...], decay: str, d
     assert_close(Recurred(torch.cat(outs), state), whole, inputs)
 
 
-@pytest.mark.product(3)
+@pytest.mark.product(5)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize("decay", ["head", "column"])
@@ -447,7 +448,7 @@ TREES: dict[str, list[list[int]]] = {
 }
 
 
-@pytest.mark.product(3)
+@pytest.mark.product(5)
 @pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("tree", sorted(TREES))
@@ -492,7 +493,7 @@ def test_equal_to_paths_run_as_chains() -> None:
 # -- dtypes, layouts, devices ----------------------------------------------------------------------
 
 
-@pytest.mark.product(2)
+@pytest.mark.product(4)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize("decay", DECAYS)
@@ -533,7 +534,7 @@ def scattered(x: Tensor) -> Tensor:
     return view
 
 
-@pytest.mark.product(3)
+@pytest.mark.product(6)
 @pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("lengths", [(70, 3), (1, 1), (65,)])
@@ -582,6 +583,7 @@ def test_other_entries_are_not_touched_by_what_is_not_a_number(backend: Recurren
     assert bool(found.out[rows].isnan().all())
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize("decay", DECAYS)
@@ -660,7 +662,7 @@ CONVOLUTIONS: dict[str, RecurrencePlan] = {
 TAPS = (1, 2, 3, 4, 7)
 
 
-@pytest.mark.product(3)
+@pytest.mark.product(5)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", sorted(CONVOLUTIONS))
 def test_convolution(backend: RecurrenceBackend, name: str, dtype: torch.dtype) -> None:
@@ -766,7 +768,7 @@ def plans(draw: st.DrawFn) -> RecurrencePlan:
     return tree_plan(trees, [row for row in range(sum(map(len, trees))) if pick.random() < share])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(40, 100), deadline=None)
 @given(
     plan=plans(),
     decay=st.sampled_from(DECAYS),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.test_cli import run
+from tests.cli.test_cli import run
 
 from quire import LLM, NotFound
 from quire.cli.store_tables import fact_for_people
