@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests import test_attention_kernel
 from tests.int8_rows import Int8Rows, error_of, rounded
-from tests.test_attention_kernel import DTYPES, FEATURES, POOLS, Case
+from tests.kernels import test_attention_kernel
+from tests.kernels.test_attention_kernel import DTYPES, FEATURES, POOLS, Case
 from torch import Tensor
 
 from quire.contracts.attention import Scoring

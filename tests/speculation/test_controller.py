@@ -75,8 +75,11 @@ class TestCosts:
         for _ in range(60):
             costs.measured(1, 0.1)
             costs.measured(9, 0.2)
+        # An estimate forgets the first guess by a fifth with each measurement.
         assert costs.seconds(1) == pytest.approx(0.1, rel=0.1)
+        # As above.
         assert costs.seconds(9) == pytest.approx(0.2, rel=0.1)
+        # As above.
         assert costs.seconds(5) == pytest.approx(0.15, rel=0.1)
 
     def test_a_hiccup_ends_nothing(self) -> None:

@@ -123,6 +123,7 @@ class TestChances:
         chances = Chances(Chances())
         for number in range(400):
             chances.count(3, number % 4 == 0)
+        # The last fifty tokens count, of which one in four is a hit, give or take one or two.
         assert chances.of(3) == pytest.approx(0.25, abs=0.1)
         assert chances.of(20) > 0.8
 
