@@ -183,3 +183,14 @@ def test_a_prompt_finds_no_drafts_that_were_taken_back(llama: Tiny) -> None:  # 
     pool.take_back(branch, 12)
     assert pool.cache.length(branch.seq) == 12
     assert pool.cache.find(np.array(tokens), None) == (branch.seq, 12)
+
+
+@pools
+def test_a_fork_computes_what_its_state_does_not_hold(hybrid: Hybrid, made: MakePool) -> None:  # noqa: F811
+    pool, tokens = made(make_hybrid_executor(hybrid, interval=4)), hybrid.tokens
+    parent, child = begun(pool, tokens[:12]), Branch()
+    child.become(parent, 10, None)
+    pool.fork_state(parent, child, pool.reach(parent, 10))
+    require_length(pool, child, 8)
+    hybrid.close(compute(pool, child), 8)
+    require_length(pool, parent, 12)

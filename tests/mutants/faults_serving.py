@@ -142,7 +142,7 @@ SESSIONS = (
         file="branches/pool.py",
         old="child.recede(held)",
         new="child.recede(min(parent.computed, held + 1))",
-        tests=("engine/test_sessions.py::test_fork",),
+        tests=("branches/test_extension.py::test_a_fork_computes_what_its_state_does_not_hold",),
     ),
     Mutant(
         name="window-forgotten-when-computed-again",
