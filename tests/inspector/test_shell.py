@@ -124,20 +124,20 @@ def test_numbers_at_the_bottom_are_those_of_the_engine(visit: Visit, inspected: 
     close_all(inspected.client)
 
 
-@pytest.mark.parametrize("groups", [2, pytest.param(10, marks=pytest.mark.slow)])
-def test_many_sessions_leave_the_page_usable(visit: Visit, chat_folder: object, groups: int) -> None:
-    """Two hundred, and a thousand."""
+def test_a_thousand_sessions_leave_the_page_usable(visit: Visit, chat_folder: object) -> None:
     settings = ServerSettings(allow_edits=True, max_sessions=1100)
     with engine(chat_folder, kv_cache_memory="64MiB") as llm, serving(llm, settings) as served:
         session = made(served.client, name="first of them")
-        for letter in "klmnopqrst"[-groups:]:
-            answer = served.client.post(f"/v1/sessions/{session}/fork", json={"n": 100, "name": f"group {letter}xy"})
+        for start in range(0, 1000, 100):
+            answer = served.client.post(
+                f"/v1/sessions/{session}/fork", json={"n": 100, "name": f"group {'klmnopqrst'[start // 100]}xy"}
+            )
             assert answer.status_code == 200
         with visit(served.url) as (page, _):
-            expect(page.get_by_text(f"{100 * groups + 1:,} branches")).to_be_visible()
+            expect(page.get_by_text("1,001 branches")).to_be_visible()
             assert page.locator("*").count() < 3000
             page.get_by_role("searchbox").fill("group txy")
-            expect(page.get_by_text(f"100 of {100 * groups + 1:,} branches")).to_be_visible()
+            expect(page.get_by_text("100 of 1,001 branches")).to_be_visible()
             page.get_by_role("searchbox").fill("")
             page.get_by_role("tree").focus()
             page.keyboard.press("End")
