@@ -466,7 +466,7 @@ main()
     ("words", "wanted"),
     [
         ("quire ca", ["calibrate", "capabilities"]),
-        ("quire bench s", ["serve", "state"]),
+        ("quire bench s", ["serve", "speculative", "state"]),
         ("quire chat --chat", ["--chat-template"]),
     ],
 )
@@ -764,7 +764,11 @@ def test_what_the_engine_refuses_is_refused(llm: LLM) -> None:
     from quire import Unsupported
 
     calls: dict[str, list[Callable[[], object]]] = {
-        "LLM(speculative=...)": [lambda: LLM("tiny-python", speculative={"model": "x"})],
+        "LLM(speculative='draft'), 'eagle', 'mtp'": [
+            lambda: LLM("tiny-python", speculative="draft:x"),
+            lambda: LLM("tiny-python", speculative="eagle:x"),
+            lambda: LLM("tiny-python", speculative="mtp"),
+        ],
         "LLM(quantization='awq')": [lambda: LLM("tiny-python", quantization="awq")],
         "LLM(tensor_parallel_size=2), LLM(pipeline_parallel_size=2)": [
             lambda: LLM("tiny-python", tensor_parallel_size=2),

@@ -593,7 +593,7 @@ def test_nothing_changes_without_it(make_llm: MakeLLM, llama: Checkpoint) -> Non
 @pytest.mark.parametrize(
     ("given", "error", "words"),
     [
-        ("draft:some/model", Unsupported, "a draft model"),
+        ("draft:some/model", Unsupported, "by a model"),
         ("mtp", Unsupported, "heads"),
         ("eagle:x", Unsupported, "EAGLE"),
         ("guess", InvalidArgument, "auto, lookup"),

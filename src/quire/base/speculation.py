@@ -13,9 +13,9 @@ METHODS: tuple[str, ...] = get_args(Method)
 MAX_DEPTH = 64
 """Most drafts of a request in one step."""
 PLANNED = {
-    "draft": "a draft model",
-    "eagle": "EAGLE heads",
-    "mtp": "the checkpoint's own heads for later tokens",
+    "draft": "drafting by a model",
+    "eagle": "drafting by EAGLE heads",
+    "mtp": "drafting by the heads of a checkpoint",
 }
 
 
@@ -34,17 +34,20 @@ class Speculation:
     """Most drafts of a request in one step, 1 to ``MAX_DEPTH``. Fewer are tried where fewer pay."""
 
     def __post_init__(self) -> None:
-        if self.method in PLANNED:
-            raise Unsupported(
-                f"speculative: method {self.method!r} ({PLANNED[self.method]}) is not in this release; "
-                f"give one of {', '.join(METHODS)}",
-                field="speculative",
-            )
-        if self.method not in METHODS:
-            raise InvalidArgument(field="speculative.method", given=self.method, allowed=f"one of {', '.join(METHODS)}")
+        _check_method("speculative.method", self.method, self.method)
         if type(self.depth) is not int or not 1 <= self.depth <= MAX_DEPTH:
             allowed = f"an integer in 1..{MAX_DEPTH}"
             raise InvalidArgument(field="speculative.depth", given=self.depth, allowed=allowed)
+
+
+def _check_method(name: str, given: object, method: object) -> None:
+    """Raise ``Unsupported`` for a method that is planned, ``InvalidArgument`` for another word."""
+    accepted = f"one of {', '.join(METHODS)}"
+    if isinstance(method, str) and method in PLANNED:
+        reason = f"{name}={given!r} ({PLANNED[method]}) is not supported by this release; accepted: {accepted}"
+        raise Unsupported(reason, field=name, given=given, allowed=accepted)
+    if method not in METHODS:
+        raise InvalidArgument(field=name, given=given, allowed=accepted)
 
 
 def read_speculation(name: str, given: Any) -> Speculation | None:
@@ -57,7 +60,9 @@ def read_speculation(name: str, given: Any) -> Speculation | None:
     if isinstance(given, Speculation):
         return given
     if isinstance(given, str):
-        return Speculation(method=given.partition(":")[0])  # type: ignore[arg-type]
+        method, _, _ = given.partition(":")
+        _check_method(name, given, method if method in PLANNED else given)
+        return Speculation(method=method)  # type: ignore[arg-type]
     if isinstance(given, Mapping):
         unknown = sorted(set(map(str, given)) - {"method", "depth"})
         if unknown:
