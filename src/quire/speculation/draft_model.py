@@ -18,10 +18,11 @@ from quire.base.errors import InvalidArgument
 from quire.base.token_history import Ids, TokenHistory, common_prefix
 from quire.base.types import Add, Chunk, Fork, Pop, Remove, SeqId, Step
 from quire.runner.local import Runner
+from quire.speculation.controller import Pace
 from quire.speculation.proposer import NO_DRAFT, Context, Draft
 from quire.text.tokenizer import Tokenizer
 
-LEAST_CHANCE = 0.25
+LEAST_CHANCE = 0.3
 """A chain of drafts ends once it is accepted as a whole with a smaller probability."""
 
 
@@ -81,11 +82,15 @@ class DraftModel:
         self._max_len = max_len if state.capacity is None else min(max_len, state.capacity)
         self._followers: OrderedDict[Hashable, Follower] = OrderedDict()
         """By request, the least recently used one first."""
+        self.pace = Pace()
         self._forks: list[SeqId] = []
         """Sequences that run drafts, where a pop could not take these back."""
 
     def propose(self, contexts: Sequence[Context], most: Sequence[int]) -> list[Draft]:
-        """See ``Proposer``. A request whose tokens have not all run yet gets no draft."""
+        """See ``Proposer``. A request whose tokens have not all run yet gets no draft, and none
+        gets one in steps that are faster without."""
+        if not self.pace.drafts({context.name: len(context.ids) for context in contexts}):
+            return [NO_DRAFT] * len(contexts)
         try:
             self._remove_forks()
             chains = [self._follow(context, count) for context, count in zip(contexts, most, strict=True)]
