@@ -282,7 +282,7 @@ def test_memory_is_shared_out(make_llm: MakeLLM, models: Any) -> None:
     llm = make_llm(checkpoint, speculative=f"draft:{checkpoint.path}")
     both = engine_of(llm).runner.state.num_bytes, proposer_of(llm).runner.state.num_bytes
     assert 0.9 * plain <= sum(both) <= plain
-    assert both[1] == pytest.approx(both[0], rel=0.1)
+    assert both[1] == pytest.approx(both[0], rel=0.1)  # whole pages
     assert any("drafts: LlamaForCausalLM" in note for note in llm._parts.notes)
 
 

@@ -34,7 +34,7 @@ class Speculation:
     depth: int = 16
     """Most drafts of a request in one step, 1 to ``MAX_DEPTH``. Fewer are tried where fewer pay."""
     model: str | os.PathLike[str] | None = None
-    """The draft model of ``draft``: a name, directory, GGUF file or Hugging Face id, as ``LLM``'s."""
+    """The draft model of ``draft``: a name, directory, GGUF file or Hugging Face id."""
 
     def __post_init__(self) -> None:
         if self.method in PLANNED:

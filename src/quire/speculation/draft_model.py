@@ -231,7 +231,8 @@ def check_vocabulary(model: str, draft: Tokenizer | None, target: Tokenizer | No
         side = "the draft model" if draft is None else "the model"
         _refuse(model, f"{side} has no tokenizer, so their vocabularies cannot be compared")
     ours, theirs = (
-        {id: token for token, id in one.backend.get_vocab(with_added_tokens=True).items()} for one in (target, draft)
+        {id: token for token, id in backend.get_vocab(with_added_tokens=True).items()}
+        for backend in (target.backend, draft.backend)
     )
     for id in sorted(ours.keys() & theirs.keys()):
         if ours[id] != theirs[id]:
