@@ -320,6 +320,7 @@ def test_cancelled_between_drafts(make_llm: MakeLLM, models: Any, steps: int) ->
     (victim,) = engine.submit(array(PROMPT), greedy(60), request_id="victim")
     for _ in range(steps):
         engine.step()
+        check_draft(llm, empty=False)
     assert len(proposer_of(llm)._followers) == (steps > 1)
     engine.cancel("victim")
     assert victim in engine.step()

@@ -34,7 +34,8 @@ class Follower:
     """That of the request."""
     seq: SeqId
     tokens: TokenHistory = field(default_factory=TokenHistory)
-    """Its tokens. The state has fewer of them if a forward has failed, and more if a pop has."""
+    """Its tokens, and those that ran on a fork. The state has fewer of them also if a forward has
+    failed, and more if a pop has."""
 
 
 @dataclass(eq=False, slots=True)
@@ -134,7 +135,7 @@ class DraftModel:
             self.runner.execute(Step(edits=(Add(seq),)))
         length = state.sequence_length(seq)
         # The last token runs even if it has run: its logits are what the first draft is taken from.
-        same = min(common_prefix(tokens.ids[:length], ids), len(ids) - 1)
+        same = min(common_prefix(tokens.ids, ids), len(ids) - 1)
         kept = state.nearest_reachable(seq, same)
         if most < 1 or (ids[kept:] < 0).any():
             self._forget(context.name)
@@ -181,8 +182,7 @@ class DraftModel:
         while going_on := self._fitting([chain for chain in going_on if chain.is_open], busy=busy):
             chunks = []
             for chain in going_on:
-                if chain.seq == chain.follower.seq:
-                    chain.follower.tokens.append(chain.tokens[-1])
+                chain.follower.tokens.append(chain.tokens[-1])
                 chunks.append(Chunk(chain.seq, chain.tokens[-1:]))
             self._run(chunks, going_on)
 
