@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 from torch import Tensor
 
@@ -245,7 +246,7 @@ def check_vocabulary_size(model: str, draft: int, target: int) -> None:
         _refuse(model, f"it has {draft} tokens, and the model has {target}")
 
 
-def _refuse(model: str, reason: str) -> None:
+def _refuse(model: str, reason: str) -> NoReturn:
     raise InvalidArgument(
         f"speculative: the draft model {model}: {reason}; give a model of the same vocabulary",
         field="speculative.model",
