@@ -764,8 +764,7 @@ def test_what_the_engine_refuses_is_refused(llm: LLM) -> None:
     from quire import Unsupported
 
     calls: dict[str, list[Callable[[], object]]] = {
-        "LLM(speculative='draft'), 'eagle', 'mtp'": [
-            lambda: LLM("tiny-python", speculative="draft:x"),
+        "LLM(speculative='eagle'), 'mtp'": [
             lambda: LLM("tiny-python", speculative="eagle:x"),
             lambda: LLM("tiny-python", speculative="mtp"),
         ],
