@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import Any
 
@@ -246,10 +247,18 @@ def test_the_model_of_the_command_line_wins(tmp_path: Path, monkeypatch: pytest.
     assert calls == [("mine", {"page_size": 4}), ("another", {"page_size": 4})]
 
 
+class NotInstalled(MetaPathFinder):
+    """In front of whatever finds ``quire_bench``."""
+
+    def find_spec(self, fullname: str, path: object, target: object = None) -> None:
+        if fullname.partition(".")[0] == "quire_bench":
+            raise ModuleNotFoundError("No module named 'quire_bench'", name="quire_bench")
+
+
 def test_bench_without_its_package(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "quire_bench"]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "quire_bench", None)
+    monkeypatch.setattr(sys, "meta_path", [NotInstalled(), *sys.meta_path])
     for command in (["latency"], ["throughput"], ["speculative"], ["state"], ["serve", "http://127.0.0.1:8000"]):
         assert run("bench", *command, monkeypatch=monkeypatch) == 2
         error = capsys.readouterr().err
