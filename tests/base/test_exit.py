@@ -160,7 +160,8 @@ def test_what_was_accepted_is_written_at_exit(tmp_path: Path) -> None:
 def test_a_daemon_thread_of_the_program_may_be_in_a_call() -> None:
     status, said = ended(CALLING)
     assert status == 0, said
-    assert said.endswith("forward: the executor is shut down; make a new one\n")
+    # The end finds it between two calls, or within one.
+    assert said.endswith(("forward: the executor is shut down; make a new one\n", "forward was cancelled\n")), said
 
 
 @pytest.mark.slow
