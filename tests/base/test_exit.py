@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import quire
+from quire.base import process_exit
 
 ROOT = Path(quire.__file__).parent
 
@@ -169,6 +170,10 @@ def test_a_daemon_thread_of_the_program_may_be_in_a_call() -> None:
     assert status == 0, said
     # The end finds it between two calls, or within one, and may be over before it has said so.
     assert said in ("", "forward: the executor is shut down; make a new one\n", "forward was cancelled\n")
+
+
+def test_a_call_in_any_room_is_a_call_of_quire() -> None:
+    assert Path(process_exit._PACKAGE) == ROOT
 
 
 @pytest.mark.slow
