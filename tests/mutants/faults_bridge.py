@@ -127,7 +127,7 @@ MUTANTS = (
     Mutant(
         name="askers-give-up-their-own-states",
         file="runner/reclaim.py",
-        old="if giver is not asker or rank is Rank.ORPHANS",
+        old="if giver is not asker or rank is Rank.FINALIZERS",
         new="if rank in Rank",
         tests=("branches/test_giving_up.py::test_a_call_that_asks_gives_up_orphans_only",),
     ),

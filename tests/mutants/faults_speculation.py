@@ -31,7 +31,7 @@ MUTANTS = (
     ),
     Mutant(
         name="drafts-of-recurrent-layers-are-chains",
-        file="engine/step_draft.py",
+        file="engine/step_builder.py",
         old="        if draft and trees:\n",
         new="        if False:\n",
         tests=(f"{TESTS}::test_nothing_runs_twice",),
