@@ -48,7 +48,7 @@ class Asker:
 
     @property
     def beginning(self) -> str | list[dict[str, str]]:
-        """Return what all prompts begin with."""
+        """Return the common beginning of all prompts."""
         if not self.llm.tokenizer.chat_templates:
             return self.system + "\n\n"
         return [{"role": "system", "content": self.system}]

@@ -56,7 +56,7 @@ def _refuse(message: str, chose: bool) -> None:
 
 
 def _differences(own: Tokenizer, mine: Tokenizer) -> Iterator[str]:
-    """Yield what differs, in words. A token for padding alone changes no prompt."""
+    """Yield a sentence for each difference. A token for padding alone changes no prompt."""
     theirs, ours = (one.backend.get_vocab(with_added_tokens=True) for one in (own, mine))
     padding = own.special_tokens.get("pad_token")
     new = sorted(token for token, number in theirs.items() if ours.get(token) != number and token != padding)
@@ -77,7 +77,7 @@ def _differences(own: Tokenizer, mine: Tokenizer) -> Iterator[str]:
 
 
 def _rules(tokenizer: Tokenizer, padding: str | None) -> dict[str, Any]:
-    """Return what a tokenizer's definition says beside the vocabulary's ids."""
+    """Return a tokenizer's definition without its vocabulary's ids."""
     rules: dict[str, Any] = json.loads(tokenizer.backend.to_str())
     rules["added_tokens"] = [one for one in rules.get("added_tokens") or () if one["content"] != padding]
     for name in ("version", "truncation", "padding"):

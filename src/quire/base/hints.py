@@ -158,7 +158,7 @@ class RequestHints:
         self._note(pin, tokens=tokens, ttl=pin.ttl, reason=reason)
 
     def refused(self, pin: Pin, error: QuireError) -> None:
-        """Note why a pin was not made."""
+        """Note the reason for not making a pin."""
         self._note(pin, done=False, reason=str(error))
 
     def failed(self) -> list[PrefixName]:
@@ -181,7 +181,7 @@ class RequestHints:
         self.results.append(HintResult(hint="demote", tokens=given_up, reason=reason))
 
     def _refuse(self, reason: str) -> None:
-        """Refuse what is left."""
+        """Refuse the remaining hints."""
         for _, pin in self._waiting:
             self._note(pin, done=False, reason=reason)
         self._waiting = []

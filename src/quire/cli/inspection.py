@@ -118,7 +118,7 @@ def print_description(found: Mapping[str, Any]) -> None:
 
 
 def _origin(found: Mapping[str, Any]) -> str:
-    """Describe how exact the state is for its tokens; in a KV cache row by row."""
+    """Describe the exactness of a state for its tokens; in a KV cache row by row."""
     if found["kind"] == "session":
         return _origin_of(found["exact"], found["exact_tokens"], found["modified"])
     count = len(found["sequences"])

@@ -145,7 +145,7 @@ class KVFormat(ABC):
         return sum(math.prod(one.shape) * one.dtype.itemsize for one in self.planes(shape).values())
 
     def view(self, shape: Geometry, planes: Mapping[str, Tensor]) -> KVView:
-        """Return what kernels take of a layer with these planes ``[S, ...]``."""
+        """Return the view for kernels of a layer with these planes ``[S, ...]``."""
         return PackedRows(self, shape, planes)
 
 

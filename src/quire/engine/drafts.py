@@ -78,7 +78,7 @@ class Drafts:
         self._ahead = 0
 
     def of(self, request: Request) -> RequestDrafts:
-        """Return what speculation has done for a request."""
+        """Return the counts of drafted and accepted tokens of a request."""
         return self._requests.setdefault(request, RequestDrafts())
 
     def choose(self, batch: StepBuilder, kept: Sequence[tuple[int, ...]] | None) -> list[tuple[int, ...]]:
@@ -197,7 +197,7 @@ class Drafts:
         return found
 
     def verified(self, request: Request) -> None:
-        """Note how many drafts of the step under way became tokens of a request."""
+        """Note the number of accepted drafts of a request in the step under way."""
         if (notes := self._requests.get(request)) is None or (draft := notes.verifying) is None:
             return
         notes.verifying = None
@@ -213,7 +213,7 @@ class Drafts:
         self._metrics.accepted_tokens.inc(accepted)
 
     def ran(self, rows: int, decodes: int, seconds: float) -> None:
-        """Note how long a step of decodes and their drafts took."""
+        """Note the duration of a step of decodes and their drafts."""
         if rows and decodes:
             self.controller.costs.measured(rows, seconds)
 

@@ -66,7 +66,7 @@ MAX_REFUSED = 64
 """Refusals of large grammars that an engine keeps, the least recently used going first."""
 
 REFUSED_SECONDS = 600.0
-"""For how long a refusal holds: what was too slow may be less slow another time."""
+"""Seconds that a refusal for slowness holds. Later the grammar is tried again."""
 
 
 class RowGrammars:

@@ -57,7 +57,7 @@ class GrammarMatcher:
         return accepted
 
     def num_accepted(self, tokens: Sequence[int]) -> int:
-        """Return how many of ``tokens``, one after the other, continue the text."""
+        """Return the number of ``tokens`` that continue the text, one after the other."""
         started = time.thread_time()
         count = int(self.inner.validate_tokens(list(tokens)))
         self._seconds += time.thread_time() - started

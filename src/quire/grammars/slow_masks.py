@@ -36,7 +36,7 @@ LOOK_SECONDS = 0.02
 """Seconds between two checks of a resting or idle thread for changes without notice."""
 
 LINGER_SECONDS = 0.5
-"""For how long a thread with nothing to do stays."""
+"""Seconds before an idle thread ends."""
 
 T = TypeVar("T")
 

@@ -182,13 +182,13 @@ class Architecture:
 
 
 def read_gguf_config(path: Path) -> dict[str, Any]:
-    """Return what config.json would say about the model in a GGUF file. ``CheckpointError`` for a
+    """Return config.json's fields for the model in a GGUF file. ``CheckpointError`` for a
     damaged file or key, ``Unsupported`` with its name for an architecture that is not computed."""
     return config_of(open_gguf(path))
 
 
 def read_gguf_generation(path: Path) -> dict[str, Any]:
-    """Return what generation_config.json would say about a GGUF file."""
+    """Return generation_config.json's fields for a GGUF file."""
     file = open_gguf(path).first
     names = {
         "temp": "temperature",

@@ -39,7 +39,7 @@ class Generation:
     perhaps with the token that ended the text behind the last one."""
 
     def allowed_at(self, position: int) -> int | None:
-        """Return how many tokens the mask allowed at a position; None: that is not known."""
+        """Return the number of tokens that the mask allowed at a position; None: unknown."""
         index = position - self.start
         if self.allowed is None or not 0 <= index < self.allowed.size or self.allowed[index] == UNCOUNTED:
             return None

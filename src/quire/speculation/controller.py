@@ -109,7 +109,7 @@ class Trust:
         return min(1.0, (self.accepted + 1) / (self.promised + 1))
 
     def verified(self, chances: Sequence[float], accepted: int) -> None:
-        """Note how many drafts with these chances were accepted."""
+        """Note the number of accepted drafts among drafts of these chances."""
         promised, through = 0.0, 1.0
         for chance in chances:
             through *= chance
@@ -130,7 +130,7 @@ class Controller:
         self.costs = StepCosts()
 
     def depths(self, chances: Sequence[Sequence[float]], *, decodes: int, rows: int, most: int) -> list[int]:
-        """Return how many drafts of each request to verify, together at most ``most``.
+        """Return the number of drafts of each request to verify, together at most ``most``.
 
         ``chances[i]``: of each draft of request i, that it is accepted if those before it are.
         ``decodes``: requests of the step that draw a token anyway. ``rows``: its rows without

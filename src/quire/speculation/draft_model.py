@@ -73,7 +73,7 @@ class Chain:
 
 
 class DraftModel:
-    """Proposes what another model finds most likely."""
+    """Proposes the most likely tokens of another model."""
 
     name = "draft"
 
@@ -124,8 +124,8 @@ class DraftModel:
         self._forks.clear()
 
     def _follow(self, context: Context, most: int) -> Chain | None:
-        """Pop what a request's sequence has beyond the request's tokens. None: it gets no drafts,
-        because it is too long, or has embeddings that the model does not know."""
+        """Pop the tokens of a request's sequence that the request does not have. None: it gets no
+        drafts, because it is too long, or has embeddings that the model does not know."""
         ids, state = context.ids, self._state
         most = min(most, self._max_len - len(ids))
         if (follower := self._followers.get(context.name)) is None:

@@ -140,7 +140,7 @@ class Reader:
 
 
 class Lookup:
-    """Proposes what followed earlier."""
+    """Proposes the continuation of an earlier occurrence."""
 
     name = "lookup"
 
@@ -162,7 +162,7 @@ class Lookup:
         return Draft(tokens, [chances.of(match.length + index) for index in range(len(tokens))])
 
     def _reader(self, context: Context) -> Reader:
-        """Return what is known of a request, its last token included."""
+        """Return the automaton of a request, its last token included."""
         outputs = self._outputs.get(context.salt)
         reader = self._readers.get(context.name)
         if reader is None:

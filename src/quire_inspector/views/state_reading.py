@@ -88,7 +88,7 @@ class StateReading:
     time: float
     """Unix time."""
     seconds: float
-    """For how long the engine's lock was held."""
+    """Seconds for which the engine's lock was held."""
     facts: tuple[PoolFacts, ...]
     references: Sequence[NDArray[np.int32]]
     """Reference counts of all pages, for each pool."""

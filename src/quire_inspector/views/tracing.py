@@ -1,4 +1,4 @@
-"""Recording what an engine of this process does."""
+"""Recordings of an engine's work in this process."""
 
 from __future__ import annotations
 

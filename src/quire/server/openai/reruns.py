@@ -122,7 +122,7 @@ class Reruns:
                 self._done.remove(done)
 
     async def close(self) -> None:
-        """End what runs."""
+        """End the running request."""
         self._closed = True
         self._waiting.clear()
         if self._task is not None:
