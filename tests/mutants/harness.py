@@ -28,7 +28,7 @@ from typing import Literal, TypeAlias, TypeVar
 
 T = TypeVar("T")
 R = TypeVar("R")
-Acceptance: TypeAlias = Literal["killed", "SURVIVED", "NOT RUN"]
+Verdict: TypeAlias = Literal["killed", "SURVIVED", "NOT RUN"]
 
 ROOT = Path(__file__).resolve().parents[2]
 """The project."""
@@ -69,7 +69,7 @@ class Outcome:
     """What became of a mutant."""
 
     mutant: Mutant
-    verdict: Acceptance
+    verdict: Verdict
     by: str
     """The test that failed, or what else ended the run."""
     why: str
@@ -208,7 +208,7 @@ class Copy:
 def judged(mutant: Mutant, report: Report, seconds: float, limit: float) -> Outcome:
     """What a run of its tests says about a mutant."""
 
-    def outcome(verdict: Acceptance, by: str, why: str = "") -> Outcome:
+    def outcome(verdict: Verdict, by: str, why: str = "") -> Outcome:
         return Outcome(mutant=mutant, verdict=verdict, by=by, why=why, seconds=seconds)
 
     if report.failed:
