@@ -24,7 +24,7 @@ MUTANTS = (
     Mutant(
         name="ahead-what-was-taken-back-runs-ahead",
         file=STEPS,
-        old="        if any(not ready[row].finished for row in flight.drawing.void):\n            return",
+        old="        if any(not ready[row].finished for row in flight.drawing.discarded):\n            return",
         new="        if False:\n            return",
         tests=(f"{TESTS}::test_others_go_on_while_a_wide_nucleus_draws_again",),
     ),

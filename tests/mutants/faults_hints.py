@@ -139,7 +139,7 @@ MUTANTS = (
     Mutant(
         name="reruns-keep-their-room",
         file="engine/reclaimed.py",
-        old="(not self.in_flight.stepping and self.requests.end_yielding())",
+        old="not self.in_flight.stepping and self.requests.end_yielding()",
         new="False",
         tests=("engine/test_idle_runs.py::test_others_that_want_room_get_it",),
     ),

@@ -24,7 +24,7 @@ MUTANTS = (
     ),
     Mutant(
         name="drafts-behind-a-stop-stay",
-        file="engine/flights.py",
+        file="engine/in_flight.py",
         old="if ahead or request in self.reading.drafted:",
         new="if ahead:",
         tests=(f"{TESTS}::test_stops_cut_within_drafts",),
