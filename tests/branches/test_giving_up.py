@@ -36,7 +36,7 @@ class Owner:
 def test_ranks_go_before_owners() -> None:
     log: list[tuple[str, Rank]] = []
     room = Room()
-    first, second = Owner(log, "a", IDLE=1, PREFIXES=2), Owner(log, "b", ORPHANS=1, STATES=1, SCARCE_STATES=1)
+    first, second = Owner(log, "a", IDLE=1, PREFIXES=2), Owner(log, "b", FINALIZERS=1, STATES=1, SCARCE_STATES=1)
     room.join(first)
     room.join(second)
     assert room.reclaimable() == {3}
@@ -59,7 +59,7 @@ def test_one_thing_at_a_time() -> None:
 def test_a_call_that_asks_gives_up_orphans_only() -> None:
     log: list[tuple[str, Rank]] = []
     room = Room()
-    asker, other = Owner(log, "asker", ORPHANS=1, SCARCE_STATES=1, PREFIXES=1), Owner(log, "other", IDLE=1)
+    asker, other = Owner(log, "asker", FINALIZERS=1, SCARCE_STATES=1, PREFIXES=1), Owner(log, "other", IDLE=1)
     room.join(asker)
     room.join(other)
     while room.make(asker):
