@@ -121,7 +121,7 @@ def test_the_commonest_rules_need_no_child_process() -> None:
 
 
 def pieces() -> tuple[list[str], list[float], list[int]]:
-    """A vocabulary with scores: bytes, two of the user's, and text in order of frequency."""
+    """A vocabulary with scores: bytes, two of the user's, and text with its scores in any order."""
     frequent = sorted({line[i : i + n] for line in PIECES[:7] for i in range(len(line)) for n in (2, 3, 4, 5)})
     random.Random(5).shuffle(frequent)
     known = [one for one in frequent if not set(one) & set("\n你👩ก한🇩\x00")]
@@ -129,7 +129,9 @@ def pieces() -> tuple[list[str], list[float], list[int]]:
     tokens = ["<unk>", "<s>", "</s>", "<tool>", "  ", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
     tokens = list(dict.fromkeys(tokens))
     kinds = [UNKNOWN, CONTROL, CONTROL, USER, USER, *[BYTE] * 256, *[NORMAL] * (len(tokens) - 261)]
-    return tokens, [0.0] * 261 + [-float(rank) for rank in range(len(tokens) - 261)], kinds
+    scores = [-float(rank) for rank in range(len(tokens) - 261)]
+    random.Random(6).shuffle(scores)
+    return tokens, [0.0] * 261 + scores, kinds
 
 
 def spm_ids(text: str, tokens: Sequence[str], scores: Sequence[float], prefix: bool) -> list[int]:

@@ -113,12 +113,3 @@ def test_greedy_text_is_that_of_transformers(file: Path, prompt: str) -> None:
     ids = torch.tensor([output.prompt_token_ids])
     wanted = theirs.generate(ids, max_new_tokens=TOKENS, do_sample=False, eos_token_id=None)[0, ids.shape[1] :]
     assert list(output.outputs[0].token_ids) == wanted.tolist()
-
-
-def test_text_in_bfloat16_is_that_of_the_directory(file: Path) -> None:
-    params = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
-    texts = []
-    for path in (file, file.with_suffix("")):
-        with LLM(str(path), dtype="bfloat16", kv_cache_memory="256MiB", max_model_len=1024) as llm:
-            texts.append([list(one.outputs[0].token_ids) for one in llm.generate(list(PROMPTS), params)])
-    assert texts[0] == texts[1]

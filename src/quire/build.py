@@ -211,9 +211,12 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
             else ""
         ),
     )
-    notes = (*notes, *expanded_weights(model), *short_pool(sizes, model.layer_specs, max_len, state.num_bytes))
+    notes = (*notes, *short_pool(sizes, model.layer_specs, max_len, state.num_bytes))
     for note in notes:
         logger.info(note)
+    for note in expanded_weights(model):
+        logger.warning(note)
+        notes = (*notes, note)
     if (rule := length_rule_of(model)) is not None and rule.inexact:
         logger.warning(rule.inexact)
         notes = (*notes, rule.inexact)

@@ -151,7 +151,9 @@ def keys_of(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[st
             if rope.get(name):
                 keys[f"rope.scaling.yarn_{name}"] = float(rope[name])
     if rope.get("rope_type") == "longrope":
-        keys["rope.scaling.original_context_length"] = config["original_max_position_embeddings"]
+        original = config["original_max_position_embeddings"]
+        grown = math.sqrt(1 + math.log(config["max_position_embeddings"] / original) / math.log(original))
+        keys |= {"rope.scaling.original_context_length": original, "rope.scaling.attn_factor": grown}
     if kind == "gpt_oss":
         del keys["feed_forward_length"]
         keys["expert_feed_forward_length"] = config["intermediate_size"]

@@ -10,8 +10,10 @@ import struct
 import warnings
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import gguf
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
@@ -449,3 +451,26 @@ def test_damage_anywhere_is_refused_or_harmless(mixed_file: Path, tmp_path: Path
         file.write_bytes(damaged)
         with suppress(QuireError):
             load_model(file, dtype="float32")
+
+
+def test_a_file_of_a_repository(mixed_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the files with that name are downloaded; without a name they are listed."""
+    asked: list[Any] = []
+
+    def download(name: str, **given: Any) -> str:
+        asked.append((name, given["allow_patterns"]))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda name: ["README.md", "x-Q8_0.gguf", "x-Q4_K_M.gguf"])
+    with pytest.raises(
+        NotFound, match=r"GGUF files only: x-Q8_0.gguf, x-Q4_K_M.gguf; name one of them, as in org/x:Q4"
+    ):
+        resolve_model("org/x")
+    with pytest.raises(NotFound, match="org/x has no GGUF file with Q8_0 in its name"):
+        resolve_model("org/x:Q8_0")
+    shutil.copy(mixed_file, tmp_path / "x-Q4_K_M.gguf")
+    assert resolve_model("org/x:Q4_K_M") == tmp_path / "x-Q4_K_M.gguf"
+    assert asked[-1] == ("org/x", ["*Q4_K_M*.gguf", "*q4_k_m*.gguf"])
+    with pytest.raises(NotFound, match="names no GGUF file"):
+        resolve_model("org/x:Q4 K")

@@ -25,7 +25,7 @@ from quire.base.sampling_fields import Surface, declarations_on
 from quire.base.sampling_params import SamplingParams
 from quire.cli.chat import ANSWER_TOKENS, DEFAULT_MODEL
 
-MODEL_HELP = f"A bundled model, a directory or a Hugging Face id. Default: {DEFAULT_MODEL}."
+MODEL_HELP = f"A bundled model, a directory, a GGUF file or a Hugging Face id. Default: {DEFAULT_MODEL}."
 
 SAMPLING_DEFAULTS = {"max_tokens": ANSWER_TOKENS}
 """Defaults in a terminal that differ from the model's."""
