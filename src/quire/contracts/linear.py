@@ -11,8 +11,8 @@ from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
 from torch import Tensor
 
-WeightForm: TypeAlias = Literal["float32", "bfloat16", "int8", "int4", "fp8"]
-"""The form of a stored weight. "int8" and "int4": codes with one bfloat16 scale for a group of
+WeightForm: TypeAlias = Literal["float32", "bfloat16", "int8", "int4", "fp8", "blocks"]
+"""The form of a stored weight. "blocks": codes and scales as a GGUF file has them. "int8" and "int4": codes with one bfloat16 scale for a group of
 inputs. "fp8": float8_e4m3fn with one float32 scale for each output."""
 
 Quantization: TypeAlias = Literal["int8", "int4", "fp8"]
@@ -31,6 +31,8 @@ class PackedMatrix:
     """float32, bfloat16, uint8 codes, or float8_e4m3fn."""
     scales: Tensor | None
     """bfloat16 ``[ceil(O / 32), I / group, 32]``; for "fp8" float32 ``[O, 1]``"""
+    kinds: tuple[tuple[str, int], ...] = ()
+    """"blocks": the formats of consecutive outputs, and their numbers."""
 
     @property
     def nbytes(self) -> int:

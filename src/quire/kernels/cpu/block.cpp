@@ -101,7 +101,7 @@ struct Worker {
         const int64_t panels = (map.outputs + PANEL - 1) / PANEL, range = number % call.ranges;
         const auto place = [&](int64_t of) {
             const int64_t item = call.items * of / call.ranges;
-            return (const char*)map.weights + panels * item / call.parts * panel_bytes(map);
+            return (const char*)panel_place(map, panels * item / call.parts);
         };
         next = place(range), end = place(range + 1);
     }
@@ -279,7 +279,11 @@ INLINE void run_row(const Embed<T>& work, int64_t row) {
     T* to = work.out + row * width;
     if (work.table)
         copy(to, work.table + token * width, width);
-    else if (work.head->form == FLOAT32)
+    else if (work.head->form == BLOCKS) {
+        const uint8_t* panel = panel_place(*work.head, token / PANEL);
+        const int64_t kind = block_part(*work.head, token / PANEL).kind;
+        for (int64_t i = 0; i < width; i++) put_one(to + i, block_value(kind, panel, i, column));
+    } else if (work.head->form == FLOAT32)
         for (int64_t i = 0; i < width; i++) put_one(to + i, ((const float*)work.head->weights)[start + i * PANEL + column]);
     else
         for (int64_t i = 0; i < width; i++)

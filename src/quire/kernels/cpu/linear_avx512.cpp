@@ -2,6 +2,7 @@
 #include "linear.h"
 
 #if defined(__x86_64__)
+#include <immintrin.h>
 TARGET_BEGIN("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma")
 
 constexpr int MOST_ROWS = 12;

@@ -363,12 +363,19 @@ INLINE int64_t even_part(int64_t inputs) {
     return ((inputs + count - 1) / count + 1) / 2 * 2;
 }
 
+}  // namespace
+
+#include "linear_blocks.h"
+
+namespace {
+
 // Q panels. X: what a product reads of x at once, floats or pairs as words.
 template <int Q, int FORM, typename X>
 INLINE void sum_panels(const Linear& map, int64_t panel, const Sums& sums, float* room, const char* x, int64_t stride, int64_t rows) {
     constexpr bool is_paired = !std::is_same<X, float>::value;
+    if constexpr (FORM == BLOCKS) return sum_block_panels<Q>(map, panel, sums, room + 2 * PANEL, x, stride, rows);
 #ifdef PAIRS
-    if constexpr (FORM >= INT8 && is_paired)
+    if constexpr ((FORM == INT8 || FORM == INT4) && is_paired)
         if (rows <= FEW_ROWS) return code_tile_of<FEW_ROWS, Q, FORM>(rows, map, panel, sums, x, stride);
 #endif
     const int64_t bytes = panel_bytes(map), step = FORM >= INT8 ? map.group : even_part(map.inputs);
@@ -386,7 +393,7 @@ INLINE void sum_panels(const Linear& map, int64_t panel, const Sums& sums, float
         } else if constexpr (FORM == BFLOAT16) {
             tiles<Q, X>(to, rows, x, stride, (const bfloat16*)from + k * PANEL, bytes / 2, (const bfloat16*)(from + bytes), inputs, nullptr,
                         coming);
-        } else {
+        } else if constexpr (FORM != BLOCKS) {
             float* scale = room;
             for (int q = 0; q < Q; q++) widen_scales(scale + q * PANEL, map.scales + ((panel + q) * (map.inputs / map.group) + k / map.group) * PANEL);
             const uint8_t* codes = from + k * PANEL / (FORM == INT8 ? 1 : 2);
@@ -422,13 +429,14 @@ INLINE void run_items(LinearCall& call, int64_t thread) {
     const Linear& map = *call.map;
     // Only for products of floats x is converted: what is as wide as they need it stays where it is.
     constexpr bool is_widened = std::is_same<X, float>::value && !std::is_same<T, float>::value;
+    constexpr int64_t WIDEST = FORM == BLOCKS ? WIDEST_BLOCK : WIDEST_GROUP;
     const int64_t to_apart = call.tile_rows * PANEL;
-    float* panels_room = room.of((2 + 2 * WIDEST_GROUP) * PANEL + 2 * to_apart + (is_widened ? call.tile_rows * map.inputs : 0));
+    float* panels_room = room.of((2 + 2 * WIDEST) * PANEL + 2 * to_apart + (is_widened ? call.tile_rows * map.inputs : 0));
     if (!panels_room) {
         call.failed = 1;
         return;
     }
-    float *sums = panels_room + (2 + 2 * WIDEST_GROUP) * PANEL, *wider = sums + 2 * to_apart;
+    float *sums = panels_room + (2 + 2 * WIDEST) * PANEL, *wider = sums + 2 * to_apart;
     const int64_t stride = is_widened ? map.inputs * sizeof(float) : call.x_stride * sizeof(T);
     const int64_t panels = (map.outputs + PANEL - 1) / PANEL;
     Turn turn(call, thread);
@@ -459,7 +467,8 @@ INLINE void run_form(LinearCall& call, int64_t thread) {
         case FLOAT32: return run_items<FLOAT32, float, T>(call, thread);
         case BFLOAT16: return run_items<BFLOAT16, X, T>(call, thread);
         case INT8: return run_items<INT8, X, T>(call, thread);
-        default: return run_items<INT4, X, T>(call, thread);
+        case INT4: return run_items<INT4, X, T>(call, thread);
+        default: return run_items<BLOCKS, float, T>(call, thread);
     }
 }
 

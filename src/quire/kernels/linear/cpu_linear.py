@@ -8,21 +8,24 @@ from __future__ import annotations
 import ctypes
 import math
 import weakref
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.base.errors import InvalidArgument
 from quire.contracts.linear import PackedMatrix, WeightForm
 from quire.kernels.native_library import NativeLibrary, native_library
 from quire.weights import packed as reference
+from quire.weights.block_panels import KINDS, BlockRows, fits_panels, pack_blocks
 
 PANEL = 32
 """Outputs of a panel."""
-FORMS: tuple[WeightForm, ...] = ("float32", "bfloat16", "int8", "int4")
+FORMS: tuple[WeightForm, ...] = ("float32", "bfloat16", "int8", "int4", "blocks")
 """In the order of ``cpu/linear.h``."""
 DTYPES = (torch.float32, torch.bfloat16)
 SLAB = 64 << 20
@@ -41,6 +44,8 @@ class _Linear(ctypes.Structure):
             (name, ctypes.c_int64)
             for name in ("inputs", "outputs", "group", "form", "is_bfloat16", "level")
         ),
+        ("block_parts", ctypes.c_void_p),
+        ("num_block_parts", ctypes.c_int64),
     ]  # fmt: skip
 
 
@@ -97,7 +102,7 @@ class NativeLinear:
         """See the contract."""
         if weight_OI.device.type != "cpu":
             return f"the C++ products run on a CPU; the weight is on {weight_OI.device}"
-        if form not in FORMS:
+        if form not in FORMS[:-1]:
             return f"the C++ products have no {form} weights"
         if weight_OI.dtype not in DTYPES:
             return f"the C++ products are of float32 and bfloat16; the weight is {weight_OI.dtype}"
@@ -139,10 +144,21 @@ class NativeLinear:
         return NativeMap(self._run, packed, bias, weight_OI.dtype, self.level, self._parallel)
 
 
+    def pack_blocks(
+        self, parts: Sequence[BlockRows], inputs: int, bias_O: Tensor | None, dtype: torch.dtype
+    ) -> NativeMap | None:
+        """See ``contracts.linear.BlockKernel``."""
+        if dtype not in DTYPES or not fits_panels([(part.kind, len(part.rows_RB)) for part in parts]):
+            return None
+        packed = pack_blocks(parts, inputs, self._memory.take)
+        bias = None if bias_O is None else bias_O.float().contiguous()
+        return NativeMap(self._run, packed, bias, dtype, self.level, self._parallel)
+
+
 class NativeMap:
     """``contracts.linear.LinearMap`` with its C++ arguments prepared."""
 
-    __slots__ = ("_bias", "_native", "_run", "dtype", "place", "weights")
+    __slots__ = ("_bias", "_native", "_parts", "_run", "dtype", "place", "weights")
 
     def __init__(
         self,
@@ -158,10 +174,12 @@ class NativeMap:
         self.dtype = dtype
         """Dtype of the activations."""
         self._run, self._bias = run, bias_O
+        self._parts = _block_parts(weights)
         self._native = _Linear(
             weights.values.data_ptr(), None if weights.scales is None else weights.scales.data_ptr(),
             None if bias_O is None else bias_O.data_ptr(), parallel, weights.inputs, weights.outputs, weights.group,
             FORMS.index(weights.form), int(dtype == torch.bfloat16), level,
+            self._parts.ctypes.data, len(self._parts),
         )  # fmt: skip
         self.place = ctypes.addressof(self._native)
         """Address of the map's C++ structure, valid while this object lives."""
@@ -181,6 +199,16 @@ class NativeMap:
                 f"a product of {rows} rows with {self.weights.inputs} inputs found no memory for its sums"
             )
         return y_TO
+
+
+def _block_parts(weights: PackedMatrix) -> NDArray[np.int64]:
+    """Return ``BlockPart`` structures: first panel, kind, first byte."""
+    parts, panel, start = [], 0, 0
+    for name, rows in weights.kinds:
+        parts.append((panel, list(KINDS).index(name), start))
+        panels = -(-rows // PANEL)
+        panel, start = panel + panels, start + panels * KINDS[name].panel_bytes(weights.inputs)
+    return np.array(parts, np.int64).reshape(-1, 3)
 
 
 @cache
