@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from quire.base.errors import CheckpointError
+from quire.contracts.linear import BlockRows
 from quire.kernels.linear.cpu_linear import EMULATED, NativeLinear, NativeMap, native_linear
 from quire.kernels.native_library import native_library
-from quire.weights.block_panels import KINDS, BlockRows, block_rows_of, pack_blocks
+from quire.weights.block_panels import KINDS, block_rows_of, pack_blocks
 from quire.weights.gguf_blocks import BLOCKS, SIZES
 from quire.weights.packed import unpack
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
+import torch
 from torch import Tensor
 
 WeightForm: TypeAlias = Literal["float32", "bfloat16", "int8", "int4", "fp8", "blocks"]
@@ -37,6 +38,18 @@ class PackedMatrix:
     @property
     def nbytes(self) -> int:
         return self.values.nbytes + (0 if self.scales is None else self.scales.nbytes)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockRows:
+    """Rows of a matrix in the blocks of one format, as a file has them."""
+
+    name: str
+    """Of the tensor, in errors."""
+    kind: str
+    """The format, by its name in GGUF."""
+    rows_RB: Tensor
+    """uint8 ``[R, bytes of a row]``"""
 
 
 class LinearMap(Protocol):
@@ -69,6 +82,21 @@ class LinearKernel(Protocol):
     def pack(self, weight_OI: Tensor, bias_O: Tensor | None, form: WeightForm) -> LinearMap:
         """Return the map for activations of the weight's dtype. It holds no reference to the
         weight."""
+        ...
+
+
+@runtime_checkable
+class BlockKernel(Protocol):
+    """A ``LinearKernel`` that also multiplies blocks of some formats without expanding them."""
+
+    def pack_blocks(
+        self, parts: Sequence[BlockRows], inputs: int, bias_O: Tensor | None, dtype: torch.dtype
+    ) -> LinearMap | None:
+        """Return the map of rows that follow each other, for activations of ``dtype``; None if one
+        of the formats has no product, or they cannot be one map.
+
+        ``CheckpointError``: a scale is not finite.
+        """
         ...
 
 

@@ -35,6 +35,7 @@ from quire.contracts.rows import ActivationName
 from quire.kernels.linear.cpu_linear import NativeMap
 from quire.kernels.native_library import NativeLibrary, native_library
 from quire.kernels.rows.cpu_rows import ACTIVATION_NUMBERS, TYPES
+from quire.weights.packed import EXACT_FORMS
 
 MOST_ROWS = 64
 """Most rows of a call. With more rows, the overhead of separate calls is small beside their
@@ -256,7 +257,7 @@ def _fit(ends: ModelEnds | None, block: NativeBlock) -> bool:
         return False
     (table, norm, head), types = ends, TYPES.get((block.dtype, ends.norm.weight_E.dtype))
     if table is None:
-        fits = head.weights.form in ("float32", "bfloat16")
+        fits = head.weights.form in EXACT_FORMS
     else:
         fits = table.is_cpu and table.is_contiguous() and (table.dtype, table.shape[1]) == (block.dtype, block.width)
     same_width = head.weights.inputs == block.width == _width(norm)

@@ -41,6 +41,7 @@ from quire.nn.mlp import GatedMLP
 from quire.nn.norm import LayerNorm, LayerNormPerHead, RMSNorm
 from quire.nn.packed import KernelLinear, pack_maps, packed
 from quire.weights.late_parameters import late
+from quire.weights.packed import EXACT_FORMS
 from quire.weights.places import NameTable
 
 AttentionSpec: TypeAlias = FullAttention | WindowedAttention
@@ -180,6 +181,7 @@ class Trunk:
         self.tied = config.tie_embeddings
         self.places: NameTable = {}
         self.formats: Mapping[str, int] = {}
+        self.expanded: Mapping[str, int] = {}
         self.dtype = self.embedding.weight.dtype
         self.device = self.embedding.weight.device
         self.num_parameters = sum(late(parameters, name).numel() for name in parameters)
@@ -205,7 +207,7 @@ class Trunk:
         if head is not self.lm_head:
             replaces = self.lm_head.weight is not self.embedding.weight
             weights = head.map.weights if isinstance(head, KernelLinear) else None
-            if weights is not None and weights.form in ("float32", "bfloat16") and not replaces:
+            if weights is not None and weights.form in EXACT_FORMS and not replaces:
                 self.embedding.share(weights)
                 replaces = True
             self.parameter_bytes += head.weight_bytes - (self.lm_head.weight_bytes if replaces else 0)

@@ -33,7 +33,7 @@ class Embedding:
 
     def share(self, head: PackedMatrix) -> None:
         """Replace the table by the packed weights of a tied head, which hold the same values
-        exactly (form "float32" or "bfloat16"). ``weight`` then has only shape and dtype."""
+        exactly (``EXACT_FORMS``). ``weight`` then has only shape and dtype."""
         self._packed, self.weight = head, self.weight.to("meta")
 
     def plain_weight(self) -> Tensor:

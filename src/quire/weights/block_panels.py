@@ -17,7 +17,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from quire.base.errors import CheckpointError
-from quire.contracts.linear import PackedMatrix
+from quire.contracts.linear import BlockRows, PackedMatrix
 from quire.weights.gguf_blocks import SIZES, fifth_bits, joined, nibbles, six_bits, some_bits
 from quire.weights.panels import PANEL
 
@@ -182,16 +182,6 @@ KINDS: Mapping[str, BlockKind] = {
     )
 }  # fmt: skip
 """In the order of ``Kind`` in ``kernels/cpu/linear.h``."""
-
-
-@dataclass(frozen=True, slots=True)
-class BlockRows:
-    """Rows of a matrix, uint8 ``[R, B]`` in the blocks of one format, as a file has them."""
-
-    name: str
-    """Of the tensor, in errors."""
-    kind: str
-    rows_RB: Tensor
 
 
 def pack_blocks(parts: Sequence[BlockRows], inputs: int, empty: Callable[[int], Tensor] | None = None) -> PackedMatrix:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -16,7 +17,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from quire.base.errors import ResourceExhausted
+from quire.contracts.linear import BlockRows
 from quire.weights.checkpoint import Checkpoint
+from quire.weights.gguf_blocks import GgufBlocks
 from quire.weights.places import Place, parameter_dtypes, parameter_shapes
 
 
@@ -49,6 +52,7 @@ class LateParameters(Mapping[str, Tensor]):
         self._late: dict[int, _Late] = {}
         self._scratch, self._inside = torch.empty(0, dtype=torch.uint8), ""
         self._counted: set[str] = set()
+        self._filled: set[str] = set()
 
     def __getitem__(self, name: str) -> Tensor:
         if name in self._unread:
@@ -84,6 +88,31 @@ class LateParameters(Mapping[str, Tensor]):
         values = self._values(late)
         return values.as_strided(weight.shape, weight.stride(), values.storage_offset() + weight.storage_offset())
 
+    def stored(self, weight: Tensor) -> list[BlockRows]:
+        """Return the rows of ``weight``, a whole matrix, in the blocks of its file; empty if it has
+        other formats."""
+        late = self._late.get(weight.untyped_storage().data_ptr())
+        if late is None or late.name not in self._unread or tuple(weight.shape) != late.shape or len(late.shape) != 2:
+            return []
+        places = sorted(self._tensors[late.name].items(), key=lambda item: item[1].row)
+        if not all(isinstance(place.format, GgufBlocks) for _, place in places):
+            return []
+        self._count(late.name)
+        source = self._checkpoint.source
+        return [
+            BlockRows(f"{source.tensors[name].file}: {name}", place.format.name, source.read(name))
+            for name, place in places
+        ]
+
+    def expanded(self) -> dict[str, int]:
+        """Return the bytes of tensors in blocks whose values were read, by their formats."""
+        found: Counter[str] = Counter()
+        for tensors in (self._tensors[name] for name in self._filled):
+            for name, place in tensors.items():
+                if isinstance(place.format, GgufBlocks):
+                    found[place.format.name] += self._checkpoint.nbytes(place.stored(name))
+        return dict(found.most_common())
+
     def settle(self) -> None:
         """Read the late parameters that are still in use into their own memory."""
         self._scratch, self._inside = torch.empty(0, dtype=torch.uint8), ""
@@ -110,6 +139,7 @@ class LateParameters(Mapping[str, Tensor]):
         return values
 
     def _fill(self, name: str, parameter: Tensor) -> None:
+        self._filled.add(name)
         for tensor, place in self._tensors[name].items():
             self._checkpoint.fill(tensor, place, parameter)
         self._count(name)

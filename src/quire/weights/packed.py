@@ -52,6 +52,10 @@ FORMS: Mapping[WeightForm, PackedForm] = {
 }
 
 
+EXACT_FORMS: tuple[WeightForm, ...] = ("float32", "bfloat16", "blocks")
+"""Forms whose rows are those of the checkpoint, so that a tied embedding reads them."""
+
+
 def pack(weight_OI: Tensor, form: WeightForm) -> PackedMatrix:
     """Return the weights in a form."""
     return FORMS[form].pack(weight_OI)

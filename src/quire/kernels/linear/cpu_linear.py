@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.base.errors import InvalidArgument
-from quire.contracts.linear import PackedMatrix, WeightForm
+from quire.contracts.linear import BlockRows, PackedMatrix, WeightForm
 from quire.kernels.native_library import NativeLibrary, native_library
 from quire.weights import packed as reference
-from quire.weights.block_panels import KINDS, BlockRows, fits_panels, pack_blocks
+from quire.weights.block_panels import KINDS, fits_panels, pack_blocks
 
 PANEL = 32
 """Outputs of a panel."""
