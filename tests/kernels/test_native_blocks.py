@@ -109,7 +109,9 @@ def test_bfloat16_rows_meet_the_same_weights(level: int) -> None:
 
 def test_parts_of_several_formats_are_one_map() -> None:
     """Also panels side by side that have different ones, and a last panel that is not full."""
-    parts = [rows_of_blocks(kind, rows, 512, rows) for kind, rows in (("Q5_0", 96), ("Q8_0", 32), ("Q6_K", 32), ("Q4_K", 41))]
+    parts = [
+        rows_of_blocks(kind, rows, 512, rows) for kind, rows in (("Q5_0", 96), ("Q8_0", 32), ("Q6_K", 32), ("Q4_K", 41))
+    ]
     multiply = made(parts, 512, torch.float32)
     assert torch.equal(unpack(multiply.weights), values_of(parts, 512))
     some = torch.tensor([0, 95, 96, 127, 128, 160, 200])
@@ -133,5 +135,5 @@ def test_what_is_not_kept() -> None:
 def test_scales_that_are_no_numbers_are_refused(kind: str, place: int) -> None:
     part = rows_of_blocks(kind, 32, 256)
     part.rows_RB[3, place : place + 2] = torch.tensor([0, 0x7C], dtype=torch.uint8)
-    with pytest.raises(CheckpointError, match="x has a scale in .* that is not finite"):
+    with pytest.raises(CheckpointError, match=r"x has a scale in .* that is not finite"):
         pack_blocks([part], 256)

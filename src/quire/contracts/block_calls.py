@@ -88,8 +88,8 @@ class NormWeight(NamedTuple):
 class ModelEnds(NamedTuple):
     """The parts of a model besides its blocks."""
 
-    table_VE: Tensor | None
-    """Rows by token id; None: the head's weights."""
+    table_VE: Tensor | LinearMap | None
+    """Rows by token id, or the map that has them as its weights; None: the head."""
     norm: NormWeight
     head: LinearMap
 

@@ -214,9 +214,7 @@ def _device(device: str | torch.device) -> torch.device:
     return found
 
 
-def _weight_bytes(
-    places: Mapping[str, Place], dtype: torch.dtype, device: torch.device, kernels: LayerKernels
-) -> int:
+def _weight_bytes(places: Mapping[str, Place], dtype: torch.dtype, device: torch.device, kernels: LayerKernels) -> int:
     """Return a lower bound of the bytes of the parameters while they are loaded. A CPU quantises
     matrices one by one and keeps the embedding; a GPU loads all of them first. Blocks that a kernel
     may multiply take what they take in the file."""

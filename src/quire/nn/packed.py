@@ -88,8 +88,8 @@ PLAIN = LayerKernels()
 
 def packed(plain: Linear, kernels: LayerKernels = PLAIN) -> Linear:
     """Return the map in the form of the given kernels, else packed by oneDNN, else unchanged."""
-    if (kept := _kept(plain, kernels)) is not None:
-        return KernelLinear(plain, kept)
+    if (made := kept(plain, kernels)) is not None:
+        return KernelLinear(plain, made)
     weight = plain.weight if kernels.read is None else kernels.read(plain.weight)
     if (kernel := kernels.linear) is not None:
         form: WeightForm | None = kernels.quantization
@@ -100,7 +100,7 @@ def packed(plain: Linear, kernels: LayerKernels = PLAIN) -> Linear:
     return PackedLinear(Linear(weight, plain.bias, plain.name)) if can_pack(weight.dtype, weight.device) else plain
 
 
-def _kept(plain: Linear, kernels: LayerKernels) -> LinearMap | None:
+def kept(plain: Linear, kernels: LayerKernels) -> LinearMap | None:
     """Return the map over the file's own blocks; None if there are none, or no product for them."""
     kernel = kernels.linear
     if kernels.stored is None or kernels.quantization is not None or not isinstance(kernel, BlockKernel):

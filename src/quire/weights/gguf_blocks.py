@@ -208,7 +208,7 @@ def _q3_k(blocks: Tensor) -> Tensor:
 
 
 def six_bits(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return uint8 ``[N, 8]``: the scales and the minima of ``Q4_K`` and ``Q5_K``, in their units."""
+    """Return uint8 ``[N, 8]``: the scales and the minima of ``Q4_K`` and ``Q5_K``."""
     first, second, rest = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     steps = torch.cat((first & 63, rest & 15 | first >> 2 & 48), -1)
     minima = torch.cat((second & 63, rest >> 4 | second >> 2 & 48), -1)

@@ -143,7 +143,6 @@ class NativeLinear:
         bias = None if bias_O is None else bias_O.float().contiguous()
         return NativeMap(self._run, packed, bias, weight_OI.dtype, self.level, self._parallel)
 
-
     def pack_blocks(
         self, parts: Sequence[BlockRows], inputs: int, bias_O: Tensor | None, dtype: torch.dtype
     ) -> NativeMap | None:
