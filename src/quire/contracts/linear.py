@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 WeightForm: TypeAlias = Literal["float32", "bfloat16", "int8", "int4", "fp8", "blocks"]
-"""The form of a stored weight. "blocks": codes and scales as a GGUF file has them. "int8" and "int4": codes with one bfloat16 scale for a group of
-inputs. "fp8": float8_e4m3fn with one float32 scale for each output."""
+"""The form of a stored weight. "int8" and "int4": codes with one bfloat16 scale for a group of
+inputs. "fp8": float8_e4m3fn with one float32 scale for each output. "blocks": codes and scales of a
+GGUF file."""
 
 Quantization: TypeAlias = Literal["int8", "int4", "fp8"]
 

@@ -102,7 +102,7 @@ class BlockKind:
     def lay(self, pieces: Pieces, out: Tensor) -> None:
         """Write the pieces of whole panels to ``out``, uint8 ``[p, panel_bytes]``."""
         for part, piece in zip(self._parts(out), _all(pieces), strict=True):
-            rows = piece.unflatten(0, (len(out), PANEL))
+            rows = piece.view(len(out), PANEL, *piece.shape[1:])
             part.copy_(rows.movedim(1, -2))
 
     def read(self, panels: Tensor, chosen: tuple[Tensor, Tensor] | None = None) -> Pieces:
@@ -143,12 +143,12 @@ class BlockKind:
         head, *group = self.sizes
         flat = panels.view(len(panels), -1, PANEL * (head + self.groups * sum(group)))
         widths = [2, 1 if self.name == "Q8_0" else 4, 4, 2 // self.numbers]
-        yield flat[..., : PANEL * head].unflatten(-1, (self.units, PANEL, 2))
-        inside = flat[..., PANEL * head :].unflatten(-1, (self.groups, PANEL * sum(group)))
+        yield flat[..., : PANEL * head].view(*flat.shape[:-1], self.units, PANEL, 2)
+        inside = flat[..., PANEL * head :].view(*flat.shape[:-1], self.groups, PANEL * sum(group))
         start = 0
         for size, width in zip(group, widths[1:], strict=True):
             part = inside[..., PANEL * start : PANEL * (start + size)]
-            yield part.unflatten(-1, (size // width, PANEL, width))
+            yield part.view(*part.shape[:-1], size // width, PANEL, width)
             start += size
 
 
@@ -191,7 +191,7 @@ def pack_blocks(parts: Sequence[BlockRows], inputs: int, empty: Callable[[int], 
     """
     sizes = [-(-len(part.rows_RB) // PANEL) * KINDS[part.kind].panel_bytes(inputs) for part in parts]
     out = (empty or (lambda size: torch.empty(size, dtype=torch.uint8)))(sum(sizes))
-    for part, to in zip(parts, out.split(sizes), strict=True):
+    for part, to in zip(parts, torch.split(out, sizes), strict=True):
         kind = KINDS[part.kind]
         panels = to.view(-1, kind.panel_bytes(inputs))
         step = max(1, PACKED_AT_ONCE // (PANEL * inputs))
@@ -213,7 +213,7 @@ def unpack_blocks(packed: PackedMatrix) -> Tensor:
     found = []
     for kind, rows, panels in _panels_of(packed):
         step = max(1, PACKED_AT_ONCE // (PANEL * packed.inputs))
-        found += [kind.values(kind.read(some)) for some in panels.split(step)]
+        found += [kind.values(kind.read(some)) for some in torch.split(panels, step)]
         found[-1] = found[-1][: len(found[-1]) - -rows % PANEL]
     return torch.cat(found)
 

@@ -1,5 +1,5 @@
 // The products of BLOCKS (linear.h). A weight is the float32 nearest to (code - offset) * scale - minimum, as the file's format defines
-// it, and sums are made in the order of FLOAT32.
+// it, and sums are made in the order of FLOAT32. WIDE: there are the instructions of AVX-512.
 
 namespace {
 
@@ -12,8 +12,9 @@ INLINE int64_t block_step(int64_t inputs) { return (even_part(inputs) + BLOCK_GR
 
 typedef uint8_t SmallBytes __attribute__((vector_size(LANES)));
 typedef int8_t SmallInts __attribute__((vector_size(LANES)));
+typedef int16_t SmallShorts __attribute__((vector_size(2 * LANES)));
 
-#ifdef __AVX512F__
+#ifdef WIDE
 INLINE Lanes from_halves(const uint8_t* from) { return (Lanes)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from)); }
 INLINE Lanes from_bytes(const uint8_t* from) { return (Lanes)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from))); }
 INLINE Lanes from_ints(const uint8_t* from) { return (Lanes)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from))); }
@@ -24,15 +25,18 @@ INLINE Lanes from_halves(const uint8_t* from) {
     const Lanes usual = (Lanes)(size + (112u << 23)), small = (Lanes)(size + (113u << 23)) - 0x1p-14f;
     return (Lanes)((Bits)chosen((Bits)((Ints)(size - (1u << 23)) >> 31), small, usual) | sign);
 }
-INLINE Lanes from_bytes(const uint8_t* from) { return __builtin_convertvector(__builtin_convertvector(loaded<SmallBytes>(from), Whole), Lanes); }
-INLINE Lanes from_ints(const uint8_t* from) { return __builtin_convertvector(__builtin_convertvector(loaded<SmallInts>(from), Whole), Lanes); }
+// In two steps: GCC 12 takes a conversion to four times the size apart into single numbers.
+template <typename TWICE, typename BYTES>
+INLINE Lanes widened(BYTES from) { return __builtin_convertvector(__builtin_convertvector(__builtin_convertvector(from, TWICE), Whole), Lanes); }
+INLINE Lanes from_bytes(const uint8_t* from) { return widened<Halves>(loaded<SmallBytes>(from)); }
+INLINE Lanes from_ints(const uint8_t* from) { return widened<SmallShorts>(loaded<SmallInts>(from)); }
 #endif
 
 // What codes stand for.
 template <int KIND>
 struct Values {
     static constexpr int OFFSET = KIND == Q4_0 ? 8 : KIND == Q5_0 ? 16 : KIND == Q6_K ? 32 : 0;
-#ifdef __AVX512F__
+#ifdef WIDE
     __m512 low, high;
     __attribute__((always_inline)) Values() {
         const __m512 count = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
