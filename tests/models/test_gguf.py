@@ -279,7 +279,7 @@ def test_text_status_and_fingerprint(mixed: TinyCheckpoint, mixed_file: Path, ca
     assert list(texts[f32]) == list(texts[mixed.path])
     assert {one.config for one in prints.values()} == {prints[mixed.path].config}
     assert len({one.weights for one in prints.values()}) == 3
-    assert prints[mixed_file].weights.endswith("-gguf:BF16+F16+F32+Q4_0+Q4_1+Q5_0+Q5_1+Q8_0")
+    assert "-gguf:BF16+F16+F32+Q4_0+Q4_1+Q5_0+Q5_1+Q8_0" in prints[mixed_file].weights
     assert "Q5_0" in caplog.text
     assert "are expanded to float32" in caplog.text
     with (

@@ -25,8 +25,10 @@ from quire.weights.block_panels import KINDS, fits_panels, pack_blocks
 
 PANEL = 32
 """Outputs of a panel."""
-FORMS: tuple[WeightForm, ...] = ("float32", "bfloat16", "int8", "int4", "blocks")
-"""In the order of ``cpu/linear.h``."""
+FORMS: tuple[WeightForm, ...] = ("float32", "bfloat16", "int8", "int4")
+"""Forms that weights are packed in."""
+NUMBERS: tuple[WeightForm, ...] = (*FORMS, "blocks")
+"""All forms, in the order of ``cpu/linear.h``."""
 DTYPES = (torch.float32, torch.bfloat16)
 SLAB = 64 << 20
 """Bytes of a memory block that packed weights share, much more than a huge page."""
@@ -102,7 +104,7 @@ class NativeLinear:
         """See the contract."""
         if weight_OI.device.type != "cpu":
             return f"the C++ products run on a CPU; the weight is on {weight_OI.device}"
-        if form not in FORMS[:-1]:
+        if form not in FORMS:
             return f"the C++ products have no {form} weights"
         if weight_OI.dtype not in DTYPES:
             return f"the C++ products are of float32 and bfloat16; the weight is {weight_OI.dtype}"
@@ -177,7 +179,7 @@ class NativeMap:
         self._native = _Linear(
             weights.values.data_ptr(), None if weights.scales is None else weights.scales.data_ptr(),
             None if bias_O is None else bias_O.data_ptr(), parallel, weights.inputs, weights.outputs, weights.group,
-            FORMS.index(weights.form), int(dtype == torch.bfloat16), level,
+            NUMBERS.index(weights.form), int(dtype == torch.bfloat16), level,
             self._parts.ctypes.data, len(self._parts),
         )  # fmt: skip
         self.place = ctypes.addressof(self._native)
