@@ -15,6 +15,7 @@ from torch import Tensor
 
 from quire import LLM, SamplingParams
 from quire.kernels.native_library import native_problem
+from quire.models.decoder import Decoder
 from quire.models.fingerprint import kept_formats, model_fingerprint
 from quire.nn.packed import KernelLinear
 from quire.weights.late_parameters import LateParameters
@@ -78,6 +79,11 @@ def logprobs(llm: LLM, prompts: list[list[int]] = PROMPTS, **given: Any) -> list
     return [(one.token_ids, one.logprobs) for one in outputs]
 
 
+def decoder(llm: LLM) -> Decoder[Any]:
+    assert isinstance(llm.model, Decoder)
+    return llm.model
+
+
 def in_every_batch(llm: LLM) -> list[Any]:
     found = logprobs(llm)
     assert [one for prompt in PROMPTS for one in logprobs(llm, [prompt])] == found
@@ -114,17 +120,18 @@ def test_a_kept_model_is_the_expanded_one(file: Path, expanding: pytest.MonkeyPa
     with loaded(file) as llm:
         wanted, plain = in_every_batch(llm), model_fingerprint(file, llm.model)
         size, nothing = llm.model.parameter_bytes, kept_formats(llm.model)
-        table = llm.model.embedding.plain_weight()
+        table = decoder(llm).embedding.plain_weight()
     expanding.undo()
     with loaded(file) as llm:
         assert in_every_batch(llm) == wanted
-        assert torch.equal(llm.model.embedding.plain_weight(), table)
+        assert torch.equal(decoder(llm).embedding.plain_weight(), table)
         found, kept = model_fingerprint(file, llm.model), kept_formats(llm.model)
         assert set(kept) >= {"Q4_0", "Q5_0"}
         assert "Q4_1" in llm.model.expanded
         assert llm.model.parameter_bytes < size * 0.6
-        assert isinstance(llm.model.lm_head, KernelLinear)
-        assert llm.model.lm_head.map.weights.form == "blocks"
+        head = decoder(llm).lm_head
+        assert isinstance(head, KernelLinear)
+        assert head.map.weights.form == "blocks"
     assert nothing == []
     assert found.weights == f"{plain.weights}-blocks:{'+'.join(sorted(kept))}"
 
@@ -139,7 +146,7 @@ def test_rows_in_bfloat16(file: Path) -> None:
     """Rows of the table are rounded once; the products meet the file's own weights."""
     with loaded(file, dtype="bfloat16") as llm:
         assert kept_formats(llm.model)
-        assert llm.model.embedding.plain_weight().dtype == torch.bfloat16
+        assert decoder(llm).embedding.plain_weight().dtype == torch.bfloat16
         in_every_batch(llm)
 
 
