@@ -17,6 +17,7 @@ PAGES = [
     "README.md",
     "docs/concepts.md",
     "docs/executor.md",
+    "docs/speculation.md",
     "docs/examples.md",
     "docs/kv_state.md",
     "docs/inspector.md",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
@@ -18,9 +19,9 @@ from quire.adapters.targets import embedding_of, linears_of, low_rank_refusal
 from quire.adapters.texts import check_adapter_texts
 from quire.base.config import ATTENTION_CLASSES, EngineConfig, ExecutorConfig, parse_bytes
 from quire.base.errors import CheckpointError, InvalidArgument, Unsupported
-from quire.base.host_memory import free_memory
+from quire.base.host_memory import free_memory, size_words
 from quire.base.sampling_params import SamplingParams
-from quire.base.speculation import read_speculation
+from quire.base.speculation import Speculation, read_speculation
 from quire.branches.stored_state import StoredState
 from quire.contracts.adapters import Adapter
 from quire.contracts.attention import AttentionBackend
@@ -81,9 +82,11 @@ from quire.runner.pool_budget import (
     given_budget,
     longest_of,
     pool_sizes,
+    sequence_bytes,
     short_pool,
 )
 from quire.sampling.seen_tokens import SeenTokens
+from quire.speculation.draft_model import DraftModel, check_vocabulary, check_vocabulary_size
 from quire.store.memory import MemoryTier
 from quire.store.stack import Store
 from quire.store.urls import open_tiers, state_tier
@@ -133,6 +136,7 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
     if device.type == "cpu":
         limit_threads()
     tokenizer = load_tokenizer(config, path)
+    speculation = read_speculation("speculative", config.speculative)
     model = load_model(
         path,
         device=device,
@@ -150,9 +154,13 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
     max_len = longest_of(config, model.max_position)
     format = kv_format(config.kv_dtype, model.dtype)
     adapters = make_adapters(model, config.adapter_ranks, config.adapter_memory)
+    draft = None if speculation is None else load_draft_model(config, speculation, model, tokenizer, device, progress)
     captures = device.type == "cuda" and not config.enforce_eager and not getattr(model, "fallback", False)
     runs_ahead = device.type != "cpu" and config.async_scheduling
     budget = pool_budget(config, model, adapters, format, device, max_len, captures=captures)
+    proposer: DraftModel | None = None
+    if draft is not None:
+        proposer, budget = make_draft_model(config, draft, model, budget, format, device, max_len)
     sizes = pool_sizes(config, model.layer_specs, format, max_len, budget, slack=int(runs_ahead))
     state = make_state(
         model.layer_specs,
@@ -182,7 +190,8 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
         checkpoint_interval=interval,
         seed=config.seed,
         stored=StoredState(runner, make_store(config), identity),
-        speculation=read_speculation("speculative", config.speculative),
+        speculation=speculation,
+        proposer=proposer,
     )
     engine.sampling.kernel = fastest_draw(device)
     if device.type != "cpu":
@@ -213,6 +222,12 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
         ),
     )
     notes = (*notes, *short_pool(sizes, model.layer_specs, max_len, state.num_bytes))
+    if draft is not None and proposer is not None:
+        notes = (
+            *notes,
+            f"drafts: {draft.architecture}, {draft.num_parameters / 1e6:.1f}M parameters in {dtype_name(draft.dtype)}, "
+            f"{draft.parameter_bytes / 2**20:.0f} MiB, with a KV pool of {proposer.runner.state.num_bytes / 2**20:.0f} MiB",
+        )
     for note in notes:
         logger.info(note)
     for note in expanded_weights(model):
@@ -234,6 +249,56 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
 
     named = NamedAdapters(engine, read)
     return Parts(config, path, engine, model, runner, tokenizer, identity, named, defaults, notes)
+
+
+def load_draft_model(
+    config: EngineConfig,
+    speculation: Speculation,
+    model: LoadedModel,
+    tokenizer: Tokenizer | None,
+    device: torch.device,
+    progress: bool,
+) -> LoadedModel | None:
+    """Load the model that drafts; None: the method has none. ``InvalidArgument`` if its vocabulary
+    is not that of ``model``."""
+    if speculation.model is None:
+        return None
+    name = os.fspath(speculation.model)
+    path = resolve_model(name)
+    check_vocabulary(name, Tokenizer.from_path(path), tokenizer)
+    draft = load_model(
+        path,
+        device=device,
+        dtype=config.dtype,
+        progress=progress,
+        max_model_len=config.max_model_len,
+        kernels=layer_kernels(device, config.quantization),
+    )
+    check_vocabulary_size(name, draft.vocab_size, model.vocab_size)
+    return draft
+
+
+def make_draft_model(
+    config: EngineConfig,
+    draft: LoadedModel,
+    model: LoadedModel,
+    budget: Budget,
+    format: KVFormat,
+    device: torch.device,
+    max_len: int,
+) -> tuple[DraftModel, Budget]:
+    """Return the proposer of a loaded model, and the budget that its pool leaves. Both pools hold
+    about as many tokens. ``ResourceExhausted`` if its share holds no sequence."""
+    own_format, length = kv_format("auto", draft.dtype), min(max_len, draft.max_position)
+    own = sequence_bytes(draft.layer_specs, own_format, length)
+    share = budget.nbytes * own // max(1, own + sequence_bytes(model.layer_specs, format, max_len))
+    words = f"speculative: the draft model's share of the KV pool, {size_words(share)} of {size_words(budget.nbytes)}, holds"
+    sizes = pool_sizes(config, draft.layer_specs, own_format, length, Budget(share, words, budget.advice))
+    state = make_state(draft.layer_specs, sizes, config.page_size, own_format, device, config.attention_backend)
+    left = budget.nbytes - state.num_bytes
+    words = f"{size_words(left)} for the KV pool, beside {size_words(state.num_bytes)} for the draft model's, hold"
+    proposer = DraftModel(LocalRunner(draft, state, device), max_len=length, step_tokens=sizes.step_tokens)
+    return proposer, replace(budget, nbytes=left, words=words)
 
 
 def expanded_weights(model: LoadedModel) -> Iterator[str]:

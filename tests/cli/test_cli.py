@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import Any
 
@@ -246,11 +247,19 @@ def test_the_model_of_the_command_line_wins(tmp_path: Path, monkeypatch: pytest.
     assert calls == [("mine", {"page_size": 4}), ("another", {"page_size": 4})]
 
 
+class NotInstalled(MetaPathFinder):
+    """In front of whatever finds ``quire_bench``."""
+
+    def find_spec(self, fullname: str, path: object, target: object = None) -> None:
+        if fullname.partition(".")[0] == "quire_bench":
+            raise ModuleNotFoundError("No module named 'quire_bench'", name="quire_bench")
+
+
 def test_bench_without_its_package(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "quire_bench"]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if not Path(folder, "quire_bench").exists()])
-    for command in (["latency"], ["throughput"], ["state"], ["serve", "http://127.0.0.1:8000"]):
+    monkeypatch.setattr(sys, "meta_path", [NotInstalled(), *sys.meta_path])
+    for command in (["latency"], ["throughput"], ["speculative"], ["state"], ["serve", "http://127.0.0.1:8000"]):
         assert run("bench", *command, monkeypatch=monkeypatch) == 2
         error = capsys.readouterr().err
         assert "quire bench needs the package quire_bench, which is not installed" in error
@@ -466,7 +475,7 @@ main()
     ("words", "wanted"),
     [
         ("quire ca", ["calibrate", "capabilities"]),
-        ("quire bench s", ["serve", "state"]),
+        ("quire bench s", ["serve", "speculative", "state"]),
         ("quire chat --chat", ["--chat-template"]),
     ],
 )
@@ -764,7 +773,10 @@ def test_what_the_engine_refuses_is_refused(llm: LLM) -> None:
     from quire import Unsupported
 
     calls: dict[str, list[Callable[[], object]]] = {
-        "LLM(speculative=...)": [lambda: LLM("tiny-python", speculative={"model": "x"})],
+        "LLM(speculative='eagle'), 'mtp'": [
+            lambda: LLM("tiny-python", speculative="eagle:x"),
+            lambda: LLM("tiny-python", speculative="mtp"),
+        ],
         "LLM(quantization='awq')": [lambda: LLM("tiny-python", quantization="awq")],
         "LLM(tensor_parallel_size=2), LLM(pipeline_parallel_size=2)": [
             lambda: LLM("tiny-python", tensor_parallel_size=2),

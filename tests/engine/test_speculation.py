@@ -593,7 +593,9 @@ def test_nothing_changes_without_it(make_llm: MakeLLM, llama: Checkpoint) -> Non
 @pytest.mark.parametrize(
     ("given", "error", "words"),
     [
-        ("draft:some/model", Unsupported, "a draft model"),
+        ("draft", InvalidArgument, "the draft model, as in draft:DIR"),
+        ("lookup:some/model", InvalidArgument, "left out: only draft has one"),
+        ({"method": "draft", "model": 7}, InvalidArgument, "the path or name of a model"),
         ("mtp", Unsupported, "heads"),
         ("eagle:x", Unsupported, "EAGLE"),
         ("guess", InvalidArgument, "auto, lookup"),

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from quire import LLM, DataLoss, InvalidArgument
+from quire.branches import saved_rows
 from quire.contracts.rows import HeadNormWeights
 from quire.ops.attention import attend
 from quire.ops.rope import inverse_frequencies
 from quire.ops.rows import REFERENCE_ROWS, normed_heads
 from quire.statefile.container import read_state
+from quire.statefile.schema import Fault, StoredSession, fitted
 
 from .conftest import CONTEXT, Checkpoint, MakeLLM, check, engine_of, greedy, random_tokens
 
@@ -179,12 +181,16 @@ def test_bad_windows(make_llm: MakeLLM, llama: Checkpoint, window: object, sink:
     assert engine_of(llm).runner.state.empty()
 
 
-def test_a_file_whose_windows_contradict_each_other(make_llm: MakeLLM, llama: Checkpoint) -> None:
-    llm = make_llm(llama)
-    from quire.branches import saved_rows
-
-    for wrong in ([3], [3, 3], "x", [True, 0]):
-        with pytest.raises(DataLoss, match="window"):
-            saved_rows.window_of({"window": wrong})
+def test_a_file_whose_windows_contradict_each_other() -> None:
+    model = {"architecture": "a", "config": "b", "weights": "c", "length": ""}
+    session: dict[str, object] = {
+        "kind": "session", "model": model, "adapters": [], "exact": True, "modified": False, "window": None,
+        "tokens": [1, 2], "positions": [0, 2], "sequence": None,
+    }  # fmt: skip
+    for wrong in ([3], "x", [True, 0], [0, 0], [3, -1], [3, 1, 1]):
+        with pytest.raises(Fault, match="window"):
+            fitted({**session, "window": wrong}, StoredSession, "")
+    assert fitted({**session, "window": [3, 1]}, StoredSession, "").window == (3, 1)
+    with pytest.raises(DataLoss, match="window"):
+        saved_rows.window_of({"window": [3, 3]})
     assert saved_rows.window_of({}) is None
-    llm.close()

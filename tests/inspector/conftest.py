@@ -46,9 +46,10 @@ PATIENCE = 20_000
 """Milliseconds that the page may take for anything."""
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """One browser for all pages; each page has a profile of its own."""
+    """One browser for the pages of a module; each page has a profile of its own. While it runs,
+    Playwright's event loop is the thread's, so that nothing else may run one."""
     if (chromium := shutil.which("chromium")) is None:
         pytest.skip("chromium is not installed (apt-get install chromium)")
     playwright = pytest.importorskip(

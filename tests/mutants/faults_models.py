@@ -15,8 +15,8 @@ KERNELS = (
     Mutant(
         name="quantised-weights-have-the-fingerprint-of-the-checkpoint",
         file="models/fingerprint.py",
-        old='(f"-{model.quantization}" if model.quantization else "")',
-        new='""',
+        old="    if model.quantization:\n        yield model.quantization\n",
+        new="",
         tests=("engine/test_quantized.py::test_states_do_not_pass_between_weights",),
     ),
     Mutant(

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from quire.speculation.controller import Controller, StepCosts, Trust
+from quire.speculation.controller import Controller, Pace, StepCosts, Trust
 
 
 def controller(slope: float, widths: Iterable[int] = range(1, 40)) -> Controller:
@@ -117,3 +117,74 @@ class TestTrust:
         for _ in range(300):
             trust.rested()
         assert trust.factor > 0.9
+
+
+# -- a proposer that takes time --------------------------------------------------------------------
+
+
+def drafted(
+    steps: int, drafting: tuple[float, float], plain: tuple[float, float] = (1.0, 1.0), *, requests: int = 1
+) -> list[bool]:
+    """Which steps draft, if a step takes so many seconds and brings each request so many tokens."""
+    now, tokens, found = 0.0, 0.0, list[bool]()
+    pace = Pace(lambda: now)
+    for _ in range(steps):
+        found.append(pace.drafts({name: int(tokens) for name in range(requests)}))
+        seconds, gained = drafting if found[-1] else plain
+        now, tokens = now + seconds, tokens + gained
+    return found
+
+
+@pytest.mark.parametrize("requests", [1, 3, 16])
+def test_drafts_that_pay_are_taken(requests: int) -> None:
+    found = drafted(1000, (1.5, 3.0), requests=requests)
+    assert 0.9 < sum(found) / 1000 < 1.0
+    assert not all(found[:20])
+
+
+@pytest.mark.parametrize("seconds", [1.0, 1.5, 3.0])
+def test_drafts_that_bring_nothing_are_soon_left(seconds: float) -> None:
+    found = drafted(3000, (seconds, 1.0))
+    assert sum(found) < 60
+    assert any(found[1000:])
+
+
+def test_each_number_of_requests_is_judged_by_itself() -> None:
+    """Alone drafts pay, and for eight requests together they do not."""
+    now, tokens, taken = 0.0, 0, {1: 0, 8: 0}
+    pace = Pace(lambda: now)
+    for step in range(2000):
+        requests = 1 if step // 100 % 2 else 8
+        drafts = pace.drafts({(requests, name): tokens for name in range(requests)})
+        taken[requests] += drafts
+        now += (1.2 if requests == 1 else 5.0) if drafts else 1.0
+        tokens += 3 if drafts else 1
+    assert taken[1] > 800
+    assert taken[8] < 100
+
+
+def test_time_without_requests_counts_for_nothing() -> None:
+    """A request that comes after a pause tells nothing of the steps before."""
+    now, taken = 0.0, 0
+    pace = Pace(lambda: now)
+    for request in range(100):
+        tokens = 0
+        for _ in range(20):
+            drafts = pace.drafts({request: tokens})
+            taken += drafts
+            now += 1.5 if drafts else 1.0
+            tokens += 3 if drafts else 1
+        now += 1000.0
+    assert taken > 1700
+
+
+def test_what_pays_may_change() -> None:
+    """A text that repeats comes behind one that does not."""
+    now, tokens, found = 0.0, 0, list[bool]()
+    pace = Pace(lambda: now)
+    for step in range(4000):
+        found.append(pace.drafts({0: tokens}))
+        now += 1.5 if found[-1] else 1.0
+        tokens += 4 if found[-1] and step >= 1000 else 1
+    assert sum(found[:1000]) < 50
+    assert sum(found[-1000:]) > 900

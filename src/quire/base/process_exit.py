@@ -20,7 +20,7 @@ from multiprocessing import util
 
 LEAVE_SECONDS = 2.0
 """Most seconds to wait for daemon threads of the program that are in a call."""
-_PACKAGE = os.path.dirname(__file__) + os.sep
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _OWNERS: dict[weakref.WeakMethod[Callable[[], object]], None] = {}
 
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from quire.base.errors import InvalidArgument, Unsupported
 
-Method = Literal["auto", "lookup"]
+Method = Literal["auto", "lookup", "draft"]
 METHODS: tuple[str, ...] = get_args(Method)
 MAX_DEPTH = 64
 """Most drafts of a request in one step."""
 PLANNED = {
-    "draft": "a draft model",
-    "eagle": "EAGLE heads",
-    "mtp": "the checkpoint's own heads for later tokens",
+    "eagle": "drafting by EAGLE heads",
+    "mtp": "drafting by the heads of a checkpoint",
 }
 
 
@@ -29,26 +29,38 @@ class Speculation:
 
     method: Method = "auto"
     """``lookup`` copies what followed the same tokens earlier, in this request or in outputs under
-    the same salt; ``auto`` is ``lookup`` in this release."""
+    the same salt; ``draft`` asks a smaller model of the same vocabulary; ``auto`` is ``lookup`` in
+    this release."""
     depth: int = 16
     """Most drafts of a request in one step, 1 to ``MAX_DEPTH``. Fewer are tried where fewer pay."""
+    model: str | os.PathLike[str] | None = None
+    """The draft model of ``draft``: a name, directory, GGUF file or Hugging Face id."""
 
     def __post_init__(self) -> None:
-        if self.method in PLANNED:
-            raise Unsupported(
-                f"speculative: method {self.method!r} ({PLANNED[self.method]}) is not in this release; "
-                f"give one of {', '.join(METHODS)}",
-                field="speculative",
-            )
-        if self.method not in METHODS:
-            raise InvalidArgument(field="speculative.method", given=self.method, allowed=f"one of {', '.join(METHODS)}")
+        _check_method("speculative.method", self.method, self.method)
         if type(self.depth) is not int or not 1 <= self.depth <= MAX_DEPTH:
             allowed = f"an integer in 1..{MAX_DEPTH}"
             raise InvalidArgument(field="speculative.depth", given=self.depth, allowed=allowed)
+        if self.model is not None and not isinstance(self.model, str | os.PathLike):
+            raise InvalidArgument(field="speculative.model", given=self.model, allowed="the path or name of a model")
+        if (self.method == "draft") != bool(self.model):
+            allowed = "the draft model, as in draft:DIR" if self.method == "draft" else "left out: only draft has one"
+            raise InvalidArgument(field="speculative.model", given=self.model, allowed=allowed)
+
+
+def _check_method(name: str, given: object, method: object) -> None:
+    """Raise ``Unsupported`` for a method that is planned, ``InvalidArgument`` for another word."""
+    accepted = f"one of {', '.join(METHODS)}"
+    if isinstance(method, str) and method in PLANNED:
+        reason = f"{name}={given!r} ({PLANNED[method]}) is not supported by this release; accepted: {accepted}"
+        raise Unsupported(reason, field=name, given=given, allowed=accepted)
+    if method not in METHODS:
+        raise InvalidArgument(field=name, given=given, allowed=accepted)
 
 
 def read_speculation(name: str, given: Any) -> Speculation | None:
-    """Return options from an object, a method's name, a mapping of fields, ``"off"`` or None.
+    """Return options from an object, a method's name, ``draft:MODEL``, a mapping of fields,
+    ``"off"`` or None.
 
     Raises ``InvalidArgument`` for anything else, and ``Unsupported`` for a method that is planned.
     """
@@ -57,12 +69,14 @@ def read_speculation(name: str, given: Any) -> Speculation | None:
     if isinstance(given, Speculation):
         return given
     if isinstance(given, str):
-        return Speculation(method=given.partition(":")[0])  # type: ignore[arg-type]
+        method, _, model = given.partition(":")
+        _check_method(name, given, method)
+        return Speculation(method=method, model=model or None)  # type: ignore[arg-type]
     if isinstance(given, Mapping):
-        unknown = sorted(set(map(str, given)) - {"method", "depth"})
+        unknown = sorted(set(map(str, given)) - {"method", "depth", "model"})
         if unknown:
             raise InvalidArgument(
-                field=f"{name}.{unknown[0]}", given=given[unknown[0]], allowed="method and depth only"
+                field=f"{name}.{unknown[0]}", given=given[unknown[0]], allowed="method, depth and model only"
             )
         return Speculation(**given)
     raise InvalidArgument(

@@ -2,8 +2,9 @@
 
 Engine steps and executor calls extend branches alike. ``chunk`` makes a part of a forward,
 ``extend`` runs it, and ``keep`` decides: the first tokens count, or the path to a node of a tree,
-and the state of the others is taken back. So a draft is verified and rejected here, and so are the
-tokens of a step ahead, of a call that fails, and of a tree.
+and the state of the others is taken back. So tokens of steps ahead, of executor calls and of trees
+are accepted or rejected here. The engine accepts drafts one by one as it draws tokens
+(``EngineSteps``), and rejects the others by ``BranchPool.take_back``.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class BranchPool(ABC):
         return self.runner.adapters.ids
 
     def apply(self, *edits: Edit) -> None:
-        """Execute edits at once, through the runner, so that every rank does."""
+        """Execute edits at once, by the runner, which owns the KV state."""
         if edits:
             self.runner.execute(Step(edits=edits))
 

@@ -65,7 +65,7 @@ class SessionBranch(Branch):
     logits: Tensor | None = None
     """Logits of the next token, float32 ``[V]``, if they were asked for."""
     number: int = field(default_factory=itertools.count(1).__next__)
-    """What tells it from all others of the process."""
+    """A number that is unique in the process."""
     user: ref[BranchUser] | None = None
     """The session whose branch it is; None: a call has made it for itself."""
     generations: Generations = ()

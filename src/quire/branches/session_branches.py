@@ -303,7 +303,7 @@ class SessionBranches(BranchPool):
         idle = next((session for session in self.sessions.values() if session.droppable), None)
         if idle is None:
             return False
-        # What is not exact becomes so if it is computed again.
+        # State that was not exact becomes exact when it is computed again.
         self.tier.save(idle)
         self.drop(idle)
         return True

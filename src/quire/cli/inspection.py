@@ -150,7 +150,7 @@ def _lines_of(sequence: Mapping[str, Any]) -> Iterator[str]:
 
 
 _TOLD = {
-    "supports_speculative_decoding": " (speculative_decode and verify of executors; generate, chat and serve do not speculate)",
+    "supports_speculative_decoding": " (by executors; generate, chat and serve take --speculative)",
     "memory_requirements": " (kv_cache_memory_per_token is that of one layer)",
 }
 """Additions to the names of capabilities, for people."""

@@ -2,13 +2,13 @@
 
 A recurrent layer keeps a state of fixed size, so a sequence can be forked and rewound only to
 positions at which a state was kept. Ends of prompts and turns are kept as forks
-(``SessionBranches.keep``). Within long prompts and texts, states are kept here: every ``interval``
+(``SessionBranches.share``). Within long prompts and texts, states are kept here: every ``interval``
 tokens, and where two prompts turned out to part. No chunk is cut for that: a step names the
 positions (``Chunk.checkpoints``), and the state keeps what it passes.
 
-A checkpoint is a wish. It never takes what a step needs, and it is given up before anything else
-when state slots are short: the state that saves the fewest tokens first, of several the one of the
-least recently used sequence.
+A checkpoint is optional. It never takes what a step needs, and the engine drops it before anything
+else when state slots are short: the state that saves the fewest tokens first, of several the one of
+the least recently used sequence.
 """
 
 from __future__ import annotations

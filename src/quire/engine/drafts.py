@@ -2,7 +2,7 @@
 
 A decode with drafts runs its last token and the drafts behind it, and has the logits of each. Its
 tokens are drawn one after the other, as they always are; while one is the next draft, what ran
-behind it counts. Nothing else may see how a token came about.
+behind it counts (``EngineSteps``). Drafts change no output.
 """
 
 from __future__ import annotations
@@ -89,6 +89,9 @@ class Drafts:
         rooms = [self._room(batch.requests[index]) for index in able]
         able = [index for index, room in zip(able, rooms, strict=True) if room > 0]
         rooms = [room for room in rooms if room > 0]
+        for index in able:
+            # An interrupted step may have left its own.
+            self.of(batch.requests[index]).verifying = None
         if not able or batch.budget < 1:
             return found
         drafts = self._proposed([batch.requests[index] for index in able], rooms)

@@ -1,4 +1,4 @@
-"""Where prompts under way part from each other: there, states that forget are worth keeping."""
+"""The positions at which running prompts diverge: recurrent states are worth keeping there."""
 
 from __future__ import annotations
 

@@ -170,7 +170,7 @@ class Seat:
     reuse: ReuseNote = field(default_factory=ReuseNote)
     """Where its state came from at the first admission, and why no more was found."""
     question: Any = None
-    """The question what tiers have of its tokens; None: it was not asked, or is of no use."""
+    """The pending look-up of its tokens in the tiers; None: there is none, or it is of no use."""
     partings: set[int] = field(default_factory=set)
     """Positions where other prompts part from this one, or where this one parted from others."""
     num_preemptions: int = 0

@@ -12,11 +12,12 @@ waits, and keeps its state while there is room. Pages are taken likewise (``disp
 Priorities order the requests of one key. Only background requests come behind the requests of all
 keys. Without keys there is one, and all this changes nothing.
 
-The KV state says how many pages a batch lacks. They come, in this order, from finished sequences in
-the prefix cache, from idle sessions (``reclaim``), from requests that have lost their places, and
-from the running request of the lowest priority, the youngest one among equals, of the key that
-holds most. It is preempted. Tiers keep what is worth it. A request that waits for pages is not
-overtaken by others of its key, and by requests of other keys only for ``OVERTAKING`` steps.
+The KV state says how many pages a batch lacks. The scheduler drops checkpoints first. Then it asks
+``runner.reclaim``, which gives up cached sequences before idle sessions. Then it takes the state of
+requests that have lost their places. At last it preempts the running request of the lowest
+priority, the youngest one among equals, of the key that holds most. Tiers keep what is worth it.
+A request that waits for pages is not overtaken by others of its key, and by requests of other keys
+only for ``OVERTAKING`` steps.
 
 The adapters of one step must fit into the device's memory together. A request whose adapter does
 not fit beside the adapters of earlier ones waits a step. Then no new request with an adapter is
@@ -475,7 +476,7 @@ class Scheduler:
             self.queues.wait(request)
 
     def _detach(self, request: Request) -> None:
-        """Take back ``_attach``: a waiting request holds no pages that others cannot take."""
+        """Take back ``_attach``, so that other requests can use the pages."""
         branch = request.branch
         if self._cache is not None and branch.seq is not None and branch.computed and not branch.pinned:
             # What it had found may have been evicted in the search for room; it stays findable.

@@ -49,11 +49,11 @@ class Scheduled:
 
 @dataclass(slots=True)
 class StepDraft:
-    """A step in the making."""
+    """A step that the scheduler is filling. (The drafts of speculation are in ``drafts``.)"""
 
     budget: int
     kept: int = 0
-    """Tokens of it that no prompt takes: decodes wait for them."""
+    """Tokens of it that are kept for decodes; prompts may not use them."""
     rows: int = ALL_LOGITS_CHUNK
     """Tokens that may still have the logits of each."""
     requests: list[Request] = field(default_factory=list)
@@ -61,7 +61,7 @@ class StepDraft:
     adapters: set[int] = field(default_factory=set)
     """Those that it uses."""
     pool: BranchPool | None = None
-    """The judge of adapters that one forward is to use together; None: any can."""
+    """Decides which adapters fit into one forward; None: all do."""
     held_back: bool = False
     """Whether a request waits for room for its adapter."""
     used: dict[str, int] = field(default_factory=dict)

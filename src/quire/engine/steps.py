@@ -146,8 +146,8 @@ class EngineSteps:
     # -- a step, to the draw of its tokens ---------------------------------------------------------
 
     def _launched(self, scheduled: Scheduled, mark: StepMark, changed: list[Request]) -> Flight | None:
-        """Run a step up to its draws. If that fails, its requests end, others continue, and there
-        is None. So it is if what was to come did not come."""
+        """Run a step up to its draws. None: the step failed, and its requests have ended; or stored
+        state did not arrive."""
         launched = time.monotonic()
         try:
             output = self._forward(scheduled)
@@ -238,7 +238,7 @@ class EngineSteps:
         for index, request in enumerate(scheduled.requests):
             asked, branch, wanted = request.asked, request.branch, request.output
             if branch.seq is None:
-                continue  # what it ran behind did not come
+                continue  # Its stored state failed to load.
             if wanted.on_logits is not None and output.starts[index] < output.starts[index + 1]:
                 rows_RV = output.rows(index)
                 try:
@@ -362,7 +362,7 @@ class EngineSteps:
         self.branches.tier.ran(step.num_tokens, len(step.chunks), seconds, waited=ended)
         self.timeline.stepped(flight.mark, step.num_tokens, self.metrics.generation_tokens.value)
         if self.drafts is not None and self.flights.last is None:
-            # Only decodes and their drafts tell what a row costs.
+            # The costs of rows are those of steps without prompts.
             decodes = len(step.chunks) if len(drawing.ready) == len(step.chunks) else 0
             rows = decodes + sum(map(len, scheduled.drafts))
             if rows == step.num_tokens:

@@ -311,7 +311,7 @@ class Transaction:
         return [result.finished() for result in results]
 
     def arrive(self) -> None:
-        """Run the tokens that lead to the rows' starts, as ``run`` does by itself."""
+        """Replay the tokens from the restored states up to the rows' starts. ``run`` calls it."""
         if self._arrived:
             return
         again = [Extension(part.new.branch, part.begin, part.new.runs) for part in self.parts]

@@ -124,8 +124,8 @@ class LayerParts:
         self, stack: PartStack, lengths: Sequence[int], tables: Sequence[Sequence[PageIds]]
     ) -> StackParts | None:
         """Return the parts of these layers, for a forward of one new token behind ``lengths`` ones
-        of each sequence; ``tables``: of each layer class their pages. None: they are as for other
-        forwards. What this returns is of the last such forward."""
+        of each sequence; ``tables``: of each layer class their pages. None: use the parts of other
+        forwards. The result is valid until the next call."""
         for decodes, class_index, rotary in stack.decodes:
             turns = None if rotary is None else rotary.up_to(max(lengths))
             if (rotary is not None and turns is None) or not decodes.plan(lengths, tables[class_index], turns):

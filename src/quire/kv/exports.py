@@ -1,4 +1,4 @@
-"""What a sequence held when it was asked: rows and states that any thread may read.
+"""Snapshots of a sequence: rows and states that any thread may read.
 
 Letters: n rows (tokens); Hkv heads; Dk, Dv head sizes.
 """
@@ -27,7 +27,7 @@ class SequenceExport:
     """``contracts.kv_state.Export``: copies of page tables, and the tensors that they are of."""
 
     state: StateParts
-    """Only its layers and storages are read here, never its books."""
+    """Only its layers and storages are read here, never the tables of sequences."""
     length: int
     pages: list[PageIds]
     """By layer class."""

@@ -1,7 +1,7 @@
 """The recurrent states of all sequences: look-up, room, edits, rings, forwards, imports. No torch.
 
-The caller (``sequence_table.SequenceTable``) checks sequence ids, lengths, tree parents and the
-bracket of a forward. This module checks, before anything changes, what concerns states.
+``State`` checks sequence ids, lengths, tree parents and the bracket of a forward with
+``sequence_table.SequenceTable``. This module checks what concerns states, before anything changes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from quire.kv.recurrent_states import (
 
 
 class RecurrentTable:
-    """The states of all sequences: look-up and counts. ``ring``: recent states that a sequence
+    """The states of all sequences: look-up, counts, edits. ``ring``: recent states that a sequence
     keeps; ``interval``: a checkpoint is kept at each multiple of it (0: at none)."""
 
     def __init__(self, num_slots: int, *, ring: int, interval: int) -> None:

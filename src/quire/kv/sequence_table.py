@@ -47,7 +47,7 @@ from quire.kv.windows import (
 
 
 class SequenceTable:
-    """All sequences of a KV state: look-up and checks. ``pools``: one pool per layer class;
+    """All sequences of a KV state: look-up, checks, edits. ``pools``: one pool per layer class;
     ``layer_windows``: the window of each class (None: all tokens are kept)."""
 
     def __init__(self, pools: Seq[PagePool], page_size: int, layer_windows: Seq[int | None] = (None,)) -> None:
@@ -57,7 +57,7 @@ class SequenceTable:
         self._sequences: dict[SeqId, Sequence] = {}
         self.forward: OpenForward | None = None
         self.slack = 0
-        """Tokens by which windows let go later than they must."""
+        """Tokens that windows keep beyond their need, so that a step ahead can be taken back."""
         self.num_splits = 0
         """Copy-on-write splits so far."""
 
@@ -268,7 +268,7 @@ class SequenceTable:
 
     def has_room(self, seq_ids: Seq[SeqId], counts: Seq[int], verb: str) -> bool:
         """Return whether there are so many free pages that ordinary tokens fit whatever their
-        sequences share; check these as ``plan_forward``. False: that has to be planned."""
+        sequences share; check these as ``plan_forward``. False: only ``plan_forward`` can tell."""
         counts = self.check_batch(seq_ids, counts, verb)
         self._growing(seq_ids, verb)
         most = sum([pages_for(count, self.page_size) for count in counts]) + len(counts)  # and each tail is split

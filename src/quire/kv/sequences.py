@@ -29,7 +29,7 @@ class Sequence:
     slid: bool = False
     """Whether a forward was published after the window was set: from then on ``evicted`` counts."""
     cut: bool = False
-    """Whether the window has taken pages that the layers' own windows would have left."""
+    """Whether the window has evicted pages that the layers' own windows would have kept."""
     reserved: int | None = None
     """Tokens that an import will publish, whose pages it holds; None: an ordinary sequence."""
     loading: bool = False

@@ -66,7 +66,7 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, what: str, advice: str) -> Tensor:
     """Return zeros on the device; ``ResourceExhausted`` (``what`` .. ``advice``) without memory.
-    ``what`` tells the size of all that is allocated for it."""
+    ``what`` says the size of the whole allocation."""
     try:
         return lazy_zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
     except (RuntimeError, MemoryError) as error:

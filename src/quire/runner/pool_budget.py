@@ -159,6 +159,13 @@ def pool_sizes(
     return PoolSizes(int(tokens), window_tokens, int(step), states)
 
 
+def sequence_bytes(specs: Sequence[LayerSpec], format: KVFormat, length: int) -> int:
+    """Return the bytes of K, V and states of a sequence, without regard to windows."""
+    per_token = bytes_per_token([spec for spec in specs if isinstance(spec, ATTENTION)], format)
+    states = STATES_PER_SEQUENCE * bytes_per_state([spec for spec in specs if isinstance(spec, Recurrent)])
+    return per_token * length + states
+
+
 def short_pool(sizes: PoolSizes, specs: Sequence[LayerSpec], max_len: int, nbytes: int) -> list[str]:
     """Return a sentence if a pool of ``nbytes`` does not hold a longest sequence; else nothing."""
     if sizes.tokens >= max_len or all(getattr(spec, "layer_window", 1) is not None for spec in specs):

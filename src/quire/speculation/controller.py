@@ -8,9 +8,10 @@ most are taken.
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left, insort
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 GAIN = 1.03
 """Drafts are taken if they promise so many times the tokens per second of none."""
@@ -25,6 +26,14 @@ FORGETTING = 0.01
 step."""
 LONG = 200
 """Steps after which that begins."""
+TRIAL = 5
+"""Steps for which drafting or not is tried. The first one, which prepares, is not measured."""
+PAUSE = 32
+"""Steps between two such trials; twice as many each time that the other way was slower."""
+LONGEST_PAUSE = {True: 64, False: 512}
+"""Most steps between two trials, while drafting and while not."""
+OLD = 0.9
+"""The weight of earlier steps in a speed, each time that one is measured."""
 OUTLIER = 2.0
 """A measurement counts as at most so many times the estimate: one hiccup ends nothing."""
 
@@ -147,3 +156,73 @@ class Controller:
         for _, request in found[:best_count]:
             depths[request] += 1
         return depths
+
+
+@dataclass(slots=True, eq=False)
+class Speeds:
+    """The tokens per second with drafts and without, and whether the present steps draft."""
+
+    drafting: bool = True
+    trying: bool = True
+    left: int = TRIAL
+    """Steps until that is decided again."""
+    pause: int = PAUSE
+    prepares: bool = True
+    """Whether the step under way is the first one of its kind."""
+    seconds: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    tokens: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    """Without drafts, and with them."""
+
+    def measured(self, seconds: float, tokens: float) -> None:
+        """Note the duration of a step, and the tokens that each request got."""
+        if not self.prepares:
+            self.seconds[self.drafting] = OLD * self.seconds[self.drafting] + seconds
+            self.tokens[self.drafting] = OLD * self.tokens[self.drafting] + tokens
+        self.prepares = False
+
+    def choose(self) -> bool:
+        """Return whether the next step drafts."""
+        if self.left:
+            self.left -= 1
+            return self.drafting
+        if not all(self.seconds):
+            # The other way is not known, or this one is not.
+            self._begin(not self.drafting if self.seconds[self.drafting] else self.drafting, TRIAL, trying=True)
+            return self.drafting
+        plain, drafted = (count / seconds for count, seconds in zip(self.tokens, self.seconds, strict=True))
+        best = drafted >= GAIN * plain
+        if self.trying or self.drafting != best:
+            self.pause = PAUSE if self.drafting == best or not self.trying else 2 * self.pause
+            self.pause = min(self.pause, LONGEST_PAUSE[best])
+            self._begin(best, self.pause, trying=False)
+        else:
+            self._begin(not best, TRIAL, trying=True)
+        return self.drafting
+
+    def _begin(self, drafting: bool, steps: int, *, trying: bool) -> None:
+        self.prepares = self.drafting != drafting
+        self.drafting, self.trying, self.left = drafting, trying, steps - 1
+
+
+class Pace:
+    """Decides in which steps a proposer that takes time is asked: where tokens come faster so."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._speeds: dict[int, Speeds] = {}
+        """By the number of requests, in powers of two."""
+        self._last: tuple[float, Mapping[Hashable, int], Speeds] | None = None
+        """Of the last step: when it was prepared, the tokens of its requests, and its speeds."""
+
+    def drafts(self, tokens: Mapping[Hashable, int]) -> bool:
+        """Return whether a step drafts. ``tokens``: by request of the step, the number of its
+        tokens."""
+        now = self._clock()
+        if self._last is not None:
+            began, before, speeds = self._last
+            gained = [count - before[name] for name, count in tokens.items() if name in before]
+            if sum(gained) > 0:
+                speeds.measured(now - began, sum(gained) / len(gained))
+        speeds = self._speeds.setdefault(len(tokens).bit_length(), Speeds())
+        self._last = now, dict(tokens), speeds
+        return speeds.choose()

@@ -1,0 +1,254 @@
+"""``DraftModel``: drafts of a second model, usually a smaller one, of the same vocabulary.
+
+It has a KV state of its own with a sequence for each request, which follows the request's tokens:
+tokens that differ are popped, and missing ones run, several requests in one forward. Then each
+request gets the tokens that the model finds most likely, one forward for each further draft of all
+requests together.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from torch import Tensor
+
+from quire.base.errors import InvalidArgument
+from quire.base.token_history import Ids, TokenHistory, common_prefix
+from quire.base.types import Add, Chunk, Fork, Pop, Remove, SeqId, Step
+from quire.runner.local import Runner
+from quire.speculation.controller import Pace
+from quire.speculation.proposer import NO_DRAFT, Context, Draft
+from quire.text.tokenizer import Tokenizer
+
+LEAST_CHANCE = 0.3
+"""A chain of drafts ends once it is accepted as a whole with a smaller probability."""
+
+
+@dataclass(eq=False, slots=True)
+class Follower:
+    """The sequence of one request in the draft model's state."""
+
+    name: Hashable
+    """That of the request."""
+    seq: SeqId
+    tokens: TokenHistory = field(default_factory=TokenHistory)
+    """Its tokens, and those that ran on a fork. The state has fewer of them also if a forward has
+    failed, and more if a pop has."""
+
+
+@dataclass(eq=False, slots=True)
+class Chain:
+    """The drafts of one request, as far as they are known."""
+
+    follower: Follower
+    ids: Ids
+    """The tokens of the request, ``[T]``."""
+    most: int
+    seq: SeqId
+    """The sequence that runs drafts: the follower's, or a fork of it."""
+    tokens: list[int] = field(default_factory=list)
+    chances: list[float] = field(default_factory=list)
+    through: float = 1.0
+    """The probability that all of them are accepted."""
+
+    @property
+    def num_missing(self) -> int:
+        """Number of the request's tokens that have not run."""
+        return len(self.ids) - len(self.follower.tokens)
+
+    def add(self, token: int, chance: float) -> None:
+        """Take in a draft. One without a probability, which is not a number, ends the chain."""
+        self.through *= chance
+        if self.through > 0:
+            self.tokens.append(token)
+            self.chances.append(chance)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether another draft is worth a forward."""
+        return len(self.tokens) < self.most and self.through >= LEAST_CHANCE
+
+
+class DraftModel:
+    """Proposes what another model finds most likely."""
+
+    name = "draft"
+
+    def __init__(self, runner: Runner, *, max_len: int, step_tokens: int) -> None:
+        """``max_len``: the longest sequence; ``step_tokens``: most tokens of a forward."""
+        state = runner.state
+        self.runner, self._state, self._step_tokens = runner, state, step_tokens
+        self._max_len = max_len if state.capacity is None else min(max_len, state.capacity)
+        self._followers: OrderedDict[Hashable, Follower] = OrderedDict()
+        """By request, the least recently used one first."""
+        self.pace = Pace()
+        self._forks: list[SeqId] = []
+        """Sequences that run drafts, where a pop could not take these back."""
+
+    def propose(self, contexts: Sequence[Context], most: Sequence[int]) -> list[Draft]:
+        """See ``Proposer``. A request whose tokens have not all run yet gets no draft, and none
+        gets one in steps that are faster without."""
+        if not self.pace.drafts({context.name: len(context.ids) for context in contexts}):
+            return [NO_DRAFT] * len(contexts)
+        try:
+            self._remove_forks()
+            chains = [self._follow(context, count) for context, count in zip(contexts, most, strict=True)]
+            ready = self._catch_up([chain for chain in chains if chain is not None])
+            self._extend(ready)
+            self._remove_forks()
+        except Exception:
+            # These requests are dropped.
+            for context in contexts:
+                self.ended(context)
+            raise
+        return [NO_DRAFT if chain is None else Draft(chain.tokens, chain.chances) for chain in chains]
+
+    def ended(self, context: Context) -> None:
+        """See ``Proposer``."""
+        self._remove_forks()
+        self._forget(context.name)
+
+    def _forget(self, name: Hashable) -> None:
+        if (follower := self._followers.get(name)) is not None:
+            if self._state.has_sequence(follower.seq):
+                self.runner.execute(Step(edits=(Remove(follower.seq),)))
+            del self._followers[name]
+
+    def _remove_forks(self) -> None:
+        edits = tuple(Remove(seq) for seq in self._forks if self._state.has_sequence(seq))
+        if edits:
+            self.runner.execute(Step(edits=edits))
+        self._forks.clear()
+
+    def _follow(self, context: Context, most: int) -> Chain | None:
+        """Pop what a request's sequence has beyond the request's tokens. None: it gets no drafts,
+        because it is too long, or has embeddings that the model does not know."""
+        ids, state = context.ids, self._state
+        most = min(most, self._max_len - len(ids))
+        if (follower := self._followers.get(context.name)) is None:
+            follower = self._followers[context.name] = Follower(context.name, self.runner.new_seq())
+        self._followers.move_to_end(context.name)
+        seq, tokens = follower.seq, follower.tokens
+        if not state.has_sequence(seq):
+            self.runner.execute(Step(edits=(Add(seq),)))
+        length = state.sequence_length(seq)
+        # The last token runs even if it has run: its logits are what the first draft is taken from.
+        same = min(common_prefix(tokens.ids, ids), len(ids) - 1)
+        kept = state.nearest_reachable(seq, same)
+        if most < 1 or (ids[kept:] < 0).any():
+            self._forget(context.name)
+            return None
+        tokens.truncate(kept)
+        if kept < length:
+            self.runner.execute(Step(edits=(Pop(seq, length - kept),)))
+        return Chain(follower, ids, most, seq)
+
+    def _catch_up(self, chains: list[Chain]) -> list[Chain]:
+        """Run missing tokens of the requests, at most those of one forward, short ones first.
+        Return the requests of which none is missing now, each with its first draft."""
+        chains = sorted(chains, key=lambda chain: chain.num_missing)
+        # A fork copies the page that it writes first.
+        spare = self._state.page_size if self._state.forgets else 0
+        counts = [chain.num_missing + chain.most + spare for chain in chains]
+        chunks: list[Chunk] = []
+        left, ready = self._step_tokens, []
+        for chain in self._fitting(chains, counts):
+            if not left:
+                break
+            follower = chain.follower
+            start, count = len(follower.tokens), min(chain.num_missing, left)
+            left -= count
+            follower.tokens.extend(chain.ids[start : start + count])
+            if not chain.num_missing:
+                ready.append(chain)
+            tokens: Ids = chain.ids[start : start + count]
+            logits = "none" if chain.num_missing else "last"
+            chunks.append(Chunk(follower.seq, tokens, logits=logits))  # type: ignore[arg-type]
+        if chunks:
+            self._run(chunks, ready)
+        return ready
+
+    def _extend(self, chains: list[Chain]) -> None:
+        """Draft further tokens."""
+        going_on = [chain for chain in chains if chain.is_open]
+        if self._state.forgets and going_on:
+            for chain in going_on:
+                chain.seq = self.runner.new_seq()
+                self._forks.append(chain.seq)
+            self.runner.execute(Step(edits=tuple(Fork(chain.follower.seq, chain.seq) for chain in going_on)))
+        busy = {chain.follower.seq for chain in chains}
+        while going_on := self._fitting([chain for chain in going_on if chain.is_open], busy=busy):
+            chunks = []
+            for chain in going_on:
+                chain.follower.tokens.append(chain.tokens[-1])
+                chunks.append(Chunk(chain.seq, chain.tokens[-1:]))
+            self._run(chunks, going_on)
+
+    def _run(self, chunks: Sequence[Chunk], chains: Sequence[Chain]) -> None:
+        """Run a forward whose rows of logits are those of ``chains``, and give each a draft."""
+        output = self.runner.execute(Step(chunks=tuple(chunks)))
+        if chains:
+            for chain, token, chance in zip(chains, *most_likely(output.logits_RV), strict=True):
+                chain.add(token, chance)
+
+    def _fitting(
+        self, chains: list[Chain], counts: Sequence[int] | None = None, *, busy: Collection[SeqId] = ()
+    ) -> list[Chain]:
+        """Return the first chains for whose next ``counts`` tokens (None: one each) there is room.
+        Sequences of other requests are given up for it, the least recently used one first, except
+        ``busy`` ones. Their tokens run again when they are needed."""
+        chains, state = chains[: self._step_tokens], self._state
+        while chains:
+            seqs = [chain.seq for chain in chains]
+            lengths = [1] * len(seqs) if counts is None else counts[: len(seqs)]
+            if not state.shortage_in_steps(seqs, lengths, self._step_tokens):
+                break
+            kept = {*busy, *(chain.follower.seq for chain in chains)}
+            given_up = next(
+                (one.name for one in self._followers.values() if one.seq not in kept and len(one.tokens)), None
+            )
+            if given_up is None:
+                chains = chains[:-1]
+            else:
+                self._forget(given_up)
+        return chains
+
+
+def most_likely(logits_RV: Tensor) -> tuple[list[int], list[float]]:
+    """Return the most likely token of each row and its probability."""
+    best_R, tokens_R = logits_RV.max(dim=-1)
+    return tokens_R.tolist(), (best_R - logits_RV.logsumexp(dim=-1)).exp().tolist()
+
+
+def check_vocabulary(model: str, draft: Tokenizer | None, target: Tokenizer | None) -> None:
+    """Raise ``InvalidArgument`` unless both tokenizers give each id that both have the same text,
+    or there is none on either side."""
+    if draft is None and target is None:
+        return
+    if draft is None or target is None:
+        side = "the draft model" if draft is None else "the model"
+        _refuse(model, f"{side} has no tokenizer, so their vocabularies cannot be compared")
+    ours, theirs = (
+        {id: token for token, id in backend.get_vocab(with_added_tokens=True).items()}
+        for backend in (target.backend, draft.backend)
+    )
+    for id in sorted(ours.keys() & theirs.keys()):
+        if ours[id] != theirs[id]:
+            _refuse(model, f"its token {id} is {theirs[id]!r}, and the model's is {ours[id]!r}")
+
+
+def check_vocabulary_size(model: str, draft: int, target: int) -> None:
+    """Raise ``InvalidArgument`` unless both models have as many tokens."""
+    if draft != target:
+        _refuse(model, f"it has {draft} tokens, and the model has {target}")
+
+
+def _refuse(model: str, reason: str) -> NoReturn:
+    raise InvalidArgument(
+        f"speculative: the draft model {model}: {reason}; give a model of the same vocabulary",
+        field="speculative.model",
+        given=model,
+    )
