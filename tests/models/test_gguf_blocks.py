@@ -150,8 +150,8 @@ def test_experts(expanding: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for is_kept in (False, True):
         with loaded(file) as llm:
             found.append(logprobs(llm))
-            layer = decoder(llm).blocks[0].mlp
-            assert isinstance(layer, MixtureOfExperts)
+            block: Any = decoder(llm).blocks[0]
+            layer: MixtureOfExperts = block.mlp
             for maps, formats in ((layer.experts.gate_up.maps, ["Q5_0", "Q4_1"]), (layer.experts.down.maps, ["Q4_0"])):
                 assert len(maps) == 6
                 for one in maps:

@@ -132,8 +132,8 @@ def _weights() -> Finding:
 
     return Finding(
         "weights",
-        f"safetensors and GGUF files in {', '.join((*DTYPES, *BLOCKS))}; on a CPU, {', '.join(KINDS)} are multiplied "
-        "as they are, all others but the first three are expanded at load",
+        f"safetensors and GGUF files in {', '.join((*DTYPES, *BLOCKS))}; on a CPU with the C++ library, "
+        f"{', '.join(KINDS)} are multiplied as they are; all others but the first three are expanded at load",
     )
 
 
