@@ -118,14 +118,19 @@ def write_adapter(path: Path) -> Path:
     return path
 
 
-def test_a_kept_model_is_the_expanded_one(file: Path, expanding: pytest.MonkeyPatch) -> None:
+def test_a_kept_model_is_the_expanded_one(
+    file: Path, expanding: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """To the bit, in every batch."""
+    caplog.set_level("INFO", logger="quire")
     with loaded(file) as llm:
         wanted, plain = in_every_batch(llm), model_fingerprint(file, llm.model)
         size, nothing = llm.model.parameter_bytes, kept_formats(llm.model)
         table = decoder(llm).embedding.plain_weight()
     expanding.undo()
+    caplog.clear()
     with loaded(file) as llm:
+        assert "Q5_1 0.3 MiB is expanded to float32" in caplog.text
         assert in_every_batch(llm) == wanted
         assert torch.equal(decoder(llm).embedding.plain_weight(), table)
         found, kept = model_fingerprint(file, llm.model), kept_formats(llm.model)
