@@ -56,7 +56,7 @@ from quire.kv.state import State
 from quire.kv.storage import bytes_per_token
 from quire.models.catalogue import resolve_model, resolve_tokenizer
 from quire.models.families import LoadedModel
-from quire.models.fingerprint import length_rule_of, model_fingerprint
+from quire.models.fingerprint import kept_formats, length_rule_of, model_fingerprint
 from quire.models.loading import Outline, load_model
 from quire.models.sources import read_generation_config
 from quire.runner.graph import CudaCapture, GraphRunner, usual_sizes
@@ -92,7 +92,6 @@ from quire.store.stack import Store
 from quire.store.urls import open_tiers, state_tier
 from quire.text.chat_templates import with_chosen_template
 from quire.text.tokenizer import Tokenizer
-from quire.weights.gguf_blocks import BLOCKS
 
 logger = logging.getLogger("quire")
 
@@ -210,6 +209,8 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
         every = f", kept every {interval} tokens" if interval else ""
         held.append(f"{sizes.states} recurrent states of {state.geometry.state_bytes:,} bytes{every}")
     weights = f", {model.quantization} weights" if model.quantization else ""
+    if kept := kept_formats(model):
+        weights = f", weights in {', '.join(kept)} as the file has them"
     notes: tuple[str, ...] = (
         f"{model.architecture}, {model.num_parameters / 1e6:.1f}M parameters in {dtype_name(model.dtype)} on {device}{weights}, "
         f"{model.parameter_bytes / 2**20:.0f} MiB",
@@ -302,7 +303,7 @@ def make_draft_model(
 
 def expanded_weights(model: LoadedModel) -> Iterator[str]:
     """Yield a note on the formats of a file's weights that no kernel multiplies, if any."""
-    expanded = [name for name in model.formats if name in BLOCKS]
+    expanded = [f"{name} {size / 2**20:.1f} MiB" for name, size in model.expanded.items()]
     if expanded:
         found = ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in model.formats.items())
         form = model.quantization or dtype_name(model.dtype)

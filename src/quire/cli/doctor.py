@@ -126,12 +126,14 @@ def _kernels() -> Finding:
 
 
 def _weights() -> Finding:
+    from quire.weights.block_panels import KINDS
     from quire.weights.floats import DTYPES
     from quire.weights.gguf_blocks import BLOCKS
 
     return Finding(
         "weights",
-        f"safetensors and GGUF files in {', '.join((*DTYPES, *BLOCKS))}; all but the first three are expanded at load",
+        f"safetensors and GGUF files in {', '.join((*DTYPES, *BLOCKS))}; on a CPU with the C++ library, "
+        f"{', '.join(KINDS)} are multiplied as they are; all others but the first three are expanded at load",
     )
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from quire.contracts.attention import Scoring
 from quire.contracts.kv_format import KVView
 from quire.contracts.layers import RopeSpec
-from quire.contracts.linear import LinearKernel, LinearMap, Quantization
+from quire.contracts.linear import BlockRows, LinearKernel, LinearMap, Quantization
 from quire.contracts.rows import ActivationName, HeadNormWeights, Rotation, RowKernels
 
 
@@ -88,8 +88,8 @@ class NormWeight(NamedTuple):
 class ModelEnds(NamedTuple):
     """The parts of a model besides its blocks."""
 
-    table_VE: Tensor | None
-    """Rows by token id; None: the head's weights."""
+    table_VE: Tensor | LinearMap | None
+    """Rows by token id, or the map that has them as its weights; None: the head."""
     norm: NormWeight
     head: LinearMap
 
@@ -179,6 +179,9 @@ class LayerKernels:
     read: Callable[[Tensor], Tensor] | None = None
     """Returns the values of a weight, which may still be in a file. None: the weight has them
     itself."""
+    stored: Callable[[Tensor], Sequence[BlockRows]] | None = None
+    """Returns the rows of a weight as its file has them, in blocks; empty if it has other formats,
+    or the weight is a part of a parameter."""
 
     def of_head(self) -> LayerKernels:
         """Return the kernels for the map to logits, whose error no later layer evens out."""

@@ -9,11 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
+import torch
 from torch import Tensor
 
-WeightForm: TypeAlias = Literal["float32", "bfloat16", "int8", "int4", "fp8"]
+WeightForm: TypeAlias = Literal["float32", "bfloat16", "int8", "int4", "fp8", "blocks"]
 """The form of a stored weight. "int8" and "int4": codes with one bfloat16 scale for a group of
-inputs. "fp8": float8_e4m3fn with one float32 scale for each output."""
+inputs. "fp8": float8_e4m3fn with one float32 scale for each output. "blocks": codes and scales of a
+GGUF file."""
 
 Quantization: TypeAlias = Literal["int8", "int4", "fp8"]
 
@@ -31,10 +33,27 @@ class PackedMatrix:
     """float32, bfloat16, uint8 codes, or float8_e4m3fn."""
     scales: Tensor | None
     """bfloat16 ``[ceil(O / 32), I / group, 32]``; for "fp8" float32 ``[O, 1]``"""
+    kinds: tuple[tuple[str, int], ...] = ()
+    """"blocks": the formats of consecutive outputs, and their numbers."""
 
     @property
     def nbytes(self) -> int:
         return self.values.nbytes + (0 if self.scales is None else self.scales.nbytes)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockRows:
+    """Rows of a matrix in the blocks of one format, as a file has them."""
+
+    name: str
+    """Of the tensor, in errors."""
+    kind: str
+    """The format, by its name in GGUF."""
+    rows_RB: Tensor
+    """uint8 ``[R, bytes of a row]``"""
+    is_mapped: bool = False
+    """Whether the rows are a part of a file's map, so that their pages may be dropped once they are
+    packed."""
 
 
 class LinearMap(Protocol):
@@ -67,6 +86,21 @@ class LinearKernel(Protocol):
     def pack(self, weight_OI: Tensor, bias_O: Tensor | None, form: WeightForm) -> LinearMap:
         """Return the map for activations of the weight's dtype. It holds no reference to the
         weight."""
+        ...
+
+
+@runtime_checkable
+class BlockKernel(Protocol):
+    """A ``LinearKernel`` that also multiplies blocks of some formats without expanding them."""
+
+    def pack_blocks(
+        self, parts: Sequence[BlockRows], inputs: int, bias_O: Tensor | None, dtype: torch.dtype
+    ) -> LinearMap | None:
+        """Return the map of rows that follow each other, for activations of ``dtype``; None if one
+        of the formats has no product, or they cannot be one map.
+
+        ``CheckpointError``: a scale is not finite.
+        """
         ...
 
 

@@ -35,6 +35,7 @@ from quire.contracts.rows import ActivationName
 from quire.kernels.linear.cpu_linear import NativeMap
 from quire.kernels.native_library import NativeLibrary, native_library
 from quire.kernels.rows.cpu_rows import ACTIVATION_NUMBERS, TYPES
+from quire.weights.packed import EXACT_FORMS
 
 MOST_ROWS = 64
 """Most rows of a call. With more rows, the overhead of separate calls is small beside their
@@ -51,7 +52,7 @@ class _Block(ctypes.Structure):
 
 class _Ends(ctypes.Structure):
     _fields_: ClassVar = [
-        *((name, ctypes.c_void_p) for name in ("head", "norm", "table")),
+        *((name, ctypes.c_void_p) for name in ("head", "norm", "table", "rows")),
         ("vocabulary", ctypes.c_int64),
         ("eps", ctypes.c_double),
     ]
@@ -194,11 +195,14 @@ class NativeStack:
         self._tokens_place = self._tokens.ctypes.data
         self._native = _Ends()
         if ends is not None:
-            table, head = ends.table_VE, ends.head
+            head, given = ends.head, ends.table_VE
+            table, rows = (given, head) if isinstance(given, Tensor) else (None, given or head)
             assert isinstance(head, NativeMap)
+            assert isinstance(rows, NativeMap)
+            self._rows = rows
             self._native = _Ends(
                 head.place, ends.norm.weight_E.data_ptr(), None if table is None else table.data_ptr(),
-                head.weights.outputs if table is None else len(table), ends.norm.eps,
+                rows.place, rows.weights.outputs if table is None else len(table), ends.norm.eps,
             )  # fmt: skip
             self._vocabulary = head.weights.outputs
         self._ends_place = ctypes.addressof(self._native)
@@ -255,10 +259,11 @@ def _fit(ends: ModelEnds | None, block: NativeBlock) -> bool:
     if ends is None or not isinstance(ends.head, NativeMap):
         return False
     (table, norm, head), types = ends, TYPES.get((block.dtype, ends.norm.weight_E.dtype))
-    if table is None:
-        fits = head.weights.form in ("float32", "bfloat16")
-    else:
+    if isinstance(table, Tensor):
         fits = table.is_cpu and table.is_contiguous() and (table.dtype, table.shape[1]) == (block.dtype, block.width)
+    else:
+        rows = table or ends.head
+        fits = isinstance(rows, NativeMap) and rows.weights.form in EXACT_FORMS and rows.weights.inputs == block.width
     same_width = head.weights.inputs == block.width == _width(norm)
     return fits and same_width and ends.head.dtype == block.dtype and types == block.native.types
 

@@ -196,7 +196,7 @@ def joined_stack(
     whole = [one.whole for one in found if one.whole is not None]
     ends = None
     if type(embedding) is Embedding and isinstance(norm, RMSNorm) and isinstance(head, KernelLinear):
-        table = None if embedding.weight.is_meta else embedding.weight  # which the head has
+        table = embedding.weight if embedding.rows is None else embedding.rows
         ends = ModelEnds(table, NormWeight(norm.weight, norm.eps), head.map)
     if kernel is None or len(whole) < len(blocks) or (call := kernel.stack(whole, ends)) is None:
         return None

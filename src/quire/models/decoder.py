@@ -39,8 +39,9 @@ from quire.nn.embedding import Embedding, ScaledEmbedding
 from quire.nn.linear import Linear
 from quire.nn.mlp import GatedMLP
 from quire.nn.norm import LayerNorm, LayerNormPerHead, RMSNorm
-from quire.nn.packed import KernelLinear, pack_maps, packed
+from quire.nn.packed import KernelLinear, kept, pack_maps, packed
 from quire.weights.lazy_parameters import late
+from quire.weights.packed import EXACT_FORMS
 from quire.weights.places import NameTable
 
 AttentionSpec: TypeAlias = FullAttention | WindowedAttention
@@ -180,6 +181,7 @@ class Trunk:
         self.tied = config.tie_embeddings
         self.places: NameTable = {}
         self.formats: Mapping[str, int] = {}
+        self.expanded: Mapping[str, int] = {}
         self.dtype = self.embedding.weight.dtype
         self.device = self.embedding.weight.device
         self.num_parameters = sum(late(parameters, name).numel() for name in parameters)
@@ -204,13 +206,16 @@ class Trunk:
         head = packed(self.lm_head, kernels.of_head())
         if head is not self.lm_head:
             replaces = self.lm_head.weight is not self.embedding.weight
-            weights = head.map.weights if isinstance(head, KernelLinear) else None
-            if weights is not None and weights.form in ("float32", "bfloat16") and not replaces:
-                self.embedding.share(weights)
+            if isinstance(head, KernelLinear) and head.map.weights.form in EXACT_FORMS and not replaces:
+                self.embedding.share(head.map)
                 replaces = True
             self.parameter_bytes += head.weight_bytes - (self.lm_head.weight_bytes if replaces else 0)
         elif not grown:
             return False
+        table = self.embedding.weight
+        if not table.is_meta and (rows := kept(Linear(table), kernels)) is not None:
+            self.embedding.share(rows)
+            self.parameter_bytes += rows.weights.nbytes - table.nbytes
         self.lm_head, self.quantization = head, kernels.quantization
         plain = self._logit_scale == 1.0 and self._logit_softcap is None
         self.stack = joined_stack(self.blocks, kernels.blocks, self.embedding, self.norm, head if plain else None)

@@ -70,6 +70,7 @@ class FallbackModel:
         self.tied = is_tied(causal)
         self.places: NameTable = {}
         self.formats: Mapping[str, int] = {}
+        self.expanded: Mapping[str, int] = {}
         self._given = GivenHidden()
 
     def pack(self, kernels: LayerKernels) -> bool:

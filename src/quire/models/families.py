@@ -56,6 +56,8 @@ class LoadedModel(Model, Protocol):
     """Canonical JSON of the fields that decide the logits, equal for all spellings of a model."""
     formats: Mapping[str, int]
     """Bytes of the weights in their files, by the types of elements or formats of blocks there."""
+    expanded: Mapping[str, int]
+    """The part of ``formats`` whose blocks were expanded at load; kernels multiply the others."""
     places: NameTable
     """The checkpoint's tensor names and the parameter rows that they fill; empty if
     ``transformers`` loaded them."""

@@ -23,6 +23,7 @@ from quire.base.errors import CheckpointError, InvalidArgument
 from quire.models.families import LoadedModel, canonical_of
 from quire.models.rope_config import LengthRule, length_rule
 from quire.models.sources import read_config, weight_files
+from quire.weights.gguf_blocks import BLOCKS
 from quire.weights.gguf_container import is_gguf
 
 logger = logging.getLogger(__name__)
@@ -73,8 +74,15 @@ def model_fingerprint(path: str | os.PathLike[str], model: LoadedModel) -> Model
 def _formats(path: Path, model: LoadedModel) -> Iterator[str]:
     if is_gguf(path):
         yield f"gguf:{'+'.join(sorted(model.formats))}"
+    if kept := kept_formats(model):
+        yield f"blocks:{'+'.join(sorted(kept))}"
     if model.quantization:
         yield model.quantization
+
+
+def kept_formats(model: LoadedModel) -> list[str]:
+    """Return the formats of blocks that kernels multiply as they are."""
+    return [name for name, size in model.formats.items() if name in BLOCKS and model.expanded.get(name, 0) < size]
 
 
 def length_rule_of(model: LoadedModel) -> LengthRule | None:

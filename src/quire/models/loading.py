@@ -22,11 +22,13 @@ from quire.base.errors import CheckpointError, InvalidArgument, QuireError, Reso
 from quire.base.host_memory import free_memory, size_words
 from quire.contracts.block_calls import LayerKernels
 from quire.contracts.layers import LayerSpec
-from quire.contracts.linear import Quantization
+from quire.contracts.linear import BlockKernel
 from quire.models.families import Family, LoadedModel, family_of, is_foreign
 from quire.models.processor import Processor
 from quire.models.sources import open_weights, read_config
+from quire.weights.block_panels import KINDS
 from quire.weights.checkpoint import Checkpoint
+from quire.weights.gguf_blocks import SIZES
 from quire.weights.gguf_container import is_gguf
 from quire.weights.lazy_parameters import LazyParameters
 from quire.weights.packed import FORMS
@@ -107,7 +109,7 @@ def load_model(
         places = checkpoint.choose([expand(table, num_layers) for table in family.name_tables(config)])
         checkpoint.check(places, family.ignorable_names(config))
         resolved = resolve_dtype(dtype, checkpoint.dtype(places), device)
-        needed = _weight_bytes(places, resolved, device, kernels.quantization)
+        needed = _weight_bytes(places, resolved, device, kernels)
         _check_memory(path, needed, resolved, device, kernels)
         if before_weights is not None:
             outline = family.build(config, _Placeholders(places, resolved), values)
@@ -128,9 +130,10 @@ def load_model(
             model.places = places
             model.formats = checkpoint.formats(one for name, place in places.items() for one in place.stored(name))
             weights.release()
-            if model.pack(replace(kernels, read=weights.read)):
+            if model.pack(replace(kernels, read=weights.read, stored=weights.stored)):
                 logger.info("%s: weights are laid out for this machine's products", path)
             weights.materialize()
+            model.expanded = weights.expanded()
     return model
 
 
@@ -211,17 +214,24 @@ def _device(device: str | torch.device) -> torch.device:
     return found
 
 
-def _weight_bytes(
-    places: Mapping[str, Place], dtype: torch.dtype, device: torch.device, form: Quantization | None
-) -> int:
+def _weight_bytes(places: Mapping[str, Place], dtype: torch.dtype, device: torch.device, kernels: LayerKernels) -> int:
     """Return a lower bound of the bytes of the parameters while they are loaded. A CPU quantises
-    matrices one by one and keeps the embedding; a GPU loads all of them first."""
+    matrices one by one and keeps the embedding; a GPU loads all of them first. Blocks that a kernel
+    may multiply take what they take in the file."""
+    form, in_blocks = kernels.quantization, dict[str, float]()
+    if form is None and isinstance(kernels.linear, BlockKernel):
+        for place in places.values():
+            if place.format.name in KINDS:
+                numbers, size = SIZES[place.format.name]
+                in_blocks[place.parameter] = min(in_blocks.get(place.parameter, 64.0), 8 * size / numbers)
     kept = parameter_dtypes(places)
     total = 0.0
     for name, shape in parameter_shapes(places).items():
         bits = 8.0 * kept.get(name, dtype).itemsize
         if form is not None and device.type == "cpu" and len(shape) > 1 and name != "embed.weight":
             bits = min(bits, FORMS[form].bits)
+        elif name in in_blocks:
+            bits = min(bits, in_blocks[name])
         total += math.prod(shape) * bits / 8
     return int(total)
 

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from quire.contracts.linear import PackedMatrix
+from quire.contracts.linear import LinearMap
 from quire.weights.packed import rows_of, unpack
 
 
@@ -24,28 +24,29 @@ class EmbeddingTerm(Protocol):
 class Embedding:
     """A table ``weight [V, E]``, one row per token id. ``low_rank``: as in ``nn.linear.Linear``."""
 
-    __slots__ = ("_packed", "low_rank", "weight")
+    __slots__ = ("low_rank", "rows", "weight")
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
-        self._packed: PackedMatrix | None = None
+        self.rows: LinearMap | None = None
+        """The map whose weights are the table; None: ``weight``."""
         self.low_rank: EmbeddingTerm | None = None
 
-    def share(self, head: PackedMatrix) -> None:
-        """Replace the table by the packed weights of a tied head, which hold the same values
-        exactly (form "float32" or "bfloat16"). ``weight`` then has only shape and dtype."""
-        self._packed, self.weight = head, self.weight.to("meta")
+    def share(self, rows: LinearMap) -> None:
+        """Replace the table by packed weights, such as a tied head's, which hold the same values
+        exactly (``EXACT_FORMS``). ``weight`` then has only shape and dtype."""
+        self.rows, self.weight = rows, self.weight.to("meta")
 
     def plain_weight(self) -> Tensor:
         """Return the table ``[V, E]`` as rows, packed or not."""
-        return self.weight if self._packed is None else unpack(self._packed).to(self.weight.dtype)
+        return self.weight if self.rows is None else unpack(self.rows.weights).to(self.weight.dtype)
 
     def __call__(self, tokens_T: Tensor) -> Tensor:
         """Map int64 ``[T]``, each in 0..V-1, to a fresh ``[T, E]``."""
-        if self._packed is None:
+        if self.rows is None:
             x_TE = self.weight.index_select(0, tokens_T)
         else:
-            x_TE = rows_of(self._packed, tokens_T).to(self.weight.dtype)
+            x_TE = rows_of(self.rows.weights, tokens_T).to(self.weight.dtype)
         if self.low_rank is not None:
             self.low_rank.apply_to(x_TE, tokens_T)
         return x_TE

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from quire.contracts.block_calls import LayerKernels
-from quire.contracts.linear import LinearMap, WeightForm
+from quire.contracts.linear import BlockKernel, LinearMap, WeightForm
 from quire.nn.linear import Linear
 from quire.weights.packed import unpack
 
@@ -88,6 +88,8 @@ PLAIN = LayerKernels()
 
 def packed(plain: Linear, kernels: LayerKernels = PLAIN) -> Linear:
     """Return the map in the form of the given kernels, else packed by oneDNN, else unchanged."""
+    if (made := kept(plain, kernels)) is not None:
+        return KernelLinear(plain, made)
     weight = plain.weight if kernels.read is None else kernels.read(plain.weight)
     if (kernel := kernels.linear) is not None:
         form: WeightForm | None = kernels.quantization
@@ -96,6 +98,15 @@ def packed(plain: Linear, kernels: LayerKernels = PLAIN) -> Linear:
         if form is not None:
             return KernelLinear(plain, kernel.pack(weight, plain.bias, form))
     return PackedLinear(Linear(weight, plain.bias, plain.name)) if can_pack(weight.dtype, weight.device) else plain
+
+
+def kept(plain: Linear, kernels: LayerKernels) -> LinearMap | None:
+    """Return the map over the file's own blocks; None if there are none, or no product for them."""
+    kernel = kernels.linear
+    if kernels.stored is None or kernels.quantization is not None or not isinstance(kernel, BlockKernel):
+        return None
+    parts = kernels.stored(plain.weight)
+    return kernel.pack_blocks(parts, plain.in_features, plain.bias, plain.weight.dtype) if parts else None
 
 
 def pack_maps(layer: object, kernels: LayerKernels) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -16,7 +17,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from quire.base.errors import ResourceExhausted
+from quire.contracts.linear import BlockRows
 from quire.weights.checkpoint import Checkpoint
+from quire.weights.gguf_blocks import GgufBlocks
+from quire.weights.gguf_files import GgufFiles
 from quire.weights.places import Place, parameter_dtypes, parameter_shapes
 
 
@@ -48,7 +52,9 @@ class LazyParameters(Mapping[str, Tensor]):
         self._unread = set(shapes)
         self._lazy: dict[int, _Lazy] = {}
         self._scratch, self._inside = torch.empty(0, dtype=torch.uint8), ""
+        self._read_last = "", self._scratch
         self._counted: set[str] = set()
+        self._filled: set[str] = set()
 
     def __getitem__(self, name: str) -> Tensor:
         if name in self._unread:
@@ -84,9 +90,48 @@ class LazyParameters(Mapping[str, Tensor]):
         values = self._values(late)
         return values.as_strided(weight.shape, weight.stride(), values.storage_offset() + weight.storage_offset())
 
+    def stored(self, weight: Tensor) -> list[BlockRows]:
+        """Return the rows of ``weight``, a matrix or one of a stack, in the blocks of its file;
+        empty if it has other formats."""
+        late = self._lazy.get(weight.untyped_storage().data_ptr())
+        if late is None or late.name not in self._unread or weight.ndim != 2 or not weight.is_contiguous():
+            return []
+        if (inputs := weight.shape[1]) != late.shape[-1]:
+            return []
+        first = weight.storage_offset() // inputs
+        found: list[tuple[str, GgufBlocks, slice]] = []
+        for name, place in sorted(self._tensors[late.name].items(), key=lambda item: item[1].row):
+            start = place.row * math.prod(place.shape[1:-1])
+            part = slice(max(first - start, 0), min(first + len(weight) - start, math.prod(place.shape[:-1])))
+            if part.start >= part.stop:
+                continue
+            if not isinstance(place.format, GgufBlocks):
+                return []
+            found.append((name, place.format, part))
+        self._count(late.name)
+        return [self._rows(name, form.name, part) for name, form, part in found]
+
+    def _rows(self, name: str, kind: str, part: slice) -> BlockRows:
+        source = self._checkpoint.source
+        if self._read_last[0] != name:  # the next matrix of a stack is in the same tensor
+            self._read_last = name, source.read(name)
+        rows_RB = self._read_last[1].flatten(0, -2)
+        is_mapped = isinstance(source, GgufFiles) and source.is_mapped(rows_RB)
+        return BlockRows(f"{source.tensors[name].file}: {name}", kind, rows_RB[part], is_mapped)
+
+    def expanded(self) -> dict[str, int]:
+        """Return the bytes of tensors in blocks whose values were read, by their formats."""
+        found: Counter[str] = Counter()
+        for tensors in (self._tensors[name] for name in self._filled):
+            for name, place in tensors.items():
+                if isinstance(place.format, GgufBlocks):
+                    found[place.format.name] += self._checkpoint.nbytes(place.stored(name))
+        return dict(found.most_common())
+
     def materialize(self) -> None:
         """Read the late parameters that are still in use into their own memory."""
         self._scratch, self._inside = torch.empty(0, dtype=torch.uint8), ""
+        self._read_last = "", self._scratch
         for late in self._lazy.values():
             if late.name in self._unread and (memory := late.memory()) is not None:
                 self._fill(late.name, torch.from_numpy(memory).view(late.dtype).view(late.shape))
@@ -110,6 +155,7 @@ class LazyParameters(Mapping[str, Tensor]):
         return values
 
     def _fill(self, name: str, parameter: Tensor) -> None:
+        self._filled.add(name)
         for tensor, place in self._tensors[name].items():
             self._checkpoint.fill(tensor, place, parameter)
         self._count(name)

@@ -13,6 +13,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from quire.contracts.linear import PackedMatrix, WeightForm
+from quire.weights.block_panels import block_rows_of, unpack_blocks
 from quire.weights.float8 import Float8Rows, rounded_rows
 from quire.weights.panels import PANEL, Bfloat16Panels, Float32Panels, Int4Panels, Int8Panels
 
@@ -51,6 +52,10 @@ FORMS: Mapping[WeightForm, PackedForm] = {
 }
 
 
+EXACT_FORMS: tuple[WeightForm, ...] = ("float32", "bfloat16", "blocks")
+"""Forms whose rows are those of the checkpoint, so that a tied embedding reads them."""
+
+
 def pack(weight_OI: Tensor, form: WeightForm) -> PackedMatrix:
     """Return the weights in a form."""
     return FORMS[form].pack(weight_OI)
@@ -58,12 +63,14 @@ def pack(weight_OI: Tensor, form: WeightForm) -> PackedMatrix:
 
 def unpack(packed: PackedMatrix) -> Tensor:
     """Return the values ``[O, I]`` in float32, which is exact for all forms but "fp8"."""
-    return FORMS[packed.form].unpack(packed)
+    return unpack_blocks(packed) if packed.form == "blocks" else FORMS[packed.form].unpack(packed)
 
 
 def rows_of(packed: PackedMatrix, outputs_T: Tensor) -> Tensor:
     """Return rows ``[T, I]`` of the weights by output number, int64 in 0..O-1, in the dtype of the
-    values. The form is "float32" or "bfloat16"."""
+    values. The form is "float32", "bfloat16" or "blocks" (float32)."""
+    if packed.form == "blocks":
+        return block_rows_of(packed, outputs_T)
     values = packed.values
     if packed.form == "bfloat16":  # pairs of inputs are taken as one number
         values = values.view(torch.int32).squeeze(-1)

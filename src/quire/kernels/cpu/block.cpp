@@ -55,7 +55,8 @@ struct Step {
 // What makes a model of blocks.
 struct Ends {
     const Linear* head;
-    const void *norm, *table;  // [E]; [V, E], or null: a token's row is one of the head, of FLOAT32 or BFLOAT16
+    const void *norm, *table;  // [E]; [V, E], or null: a token's row is one of ``rows``, of FLOAT32, BFLOAT16 or BLOCKS
+    const Linear* rows;
     int64_t vocabulary;
     double eps;
 };
@@ -101,7 +102,7 @@ struct Worker {
         const int64_t panels = (map.outputs + PANEL - 1) / PANEL, range = number % call.ranges;
         const auto place = [&](int64_t of) {
             const int64_t item = call.items * of / call.ranges;
-            return (const char*)map.weights + panels * item / call.parts * panel_bytes(map);
+            return (const char*)panel_place(map, panels * item / call.parts);
         };
         next = place(range), end = place(range + 1);
     }
@@ -270,20 +271,24 @@ struct Embed {
     T* out;
     const int64_t* tokens;
     const T* table;
-    const Linear* head;
+    const Linear* map;  // without a table
 };
 
 template <typename T>
 INLINE void run_row(const Embed<T>& work, int64_t row) {
-    const int64_t width = work.head->inputs, token = work.tokens[row], start = token / PANEL * PANEL * width, column = token % PANEL;
+    const int64_t width = work.map->inputs, token = work.tokens[row], start = token / PANEL * PANEL * width, column = token % PANEL;
     T* to = work.out + row * width;
     if (work.table)
         copy(to, work.table + token * width, width);
-    else if (work.head->form == FLOAT32)
-        for (int64_t i = 0; i < width; i++) put_one(to + i, ((const float*)work.head->weights)[start + i * PANEL + column]);
+    else if (work.map->form == BLOCKS) {
+        const uint8_t* panel = panel_place(*work.map, token / PANEL);
+        const int64_t kind = block_part(*work.map, token / PANEL).kind;
+        for (int64_t i = 0; i < width; i++) put_one(to + i, block_value(kind, panel, i, column));
+    } else if (work.map->form == FLOAT32)
+        for (int64_t i = 0; i < width; i++) put_one(to + i, ((const float*)work.map->weights)[start + i * PANEL + column]);
     else
         for (int64_t i = 0; i < width; i++)
-            put_one(to + i, wide_one((const bfloat16*)work.head->weights + start + i / 2 * 2 * PANEL + 2 * column + i % 2));
+            put_one(to + i, wide_one((const bfloat16*)work.map->weights + start + i / 2 * 2 * PANEL + 2 * column + i % 2));
 }
 
 // Logits of a piece of a row that are looked at together.
@@ -352,7 +357,7 @@ struct Edges {
         : Edges(ends, room, (T*)(room + 2 * rows * pieces(ends)), ends.head->inputs, out, tokens, rows, threads) {}
 
     Edges(const Ends& ends, float* most, T* x, int64_t width, float* out, const int64_t* tokens, int64_t rows, int64_t threads)
-        : embed{{rows, piece_of(width)}, x, tokens, (const T*)ends.table, ends.head},
+        : embed{{rows, piece_of(width)}, x, tokens, (const T*)ends.table, ends.rows},
           norm{{rows, piece_of(width)}, x + rows * width, x, width, (const W*)ends.norm, width, (float)ends.eps},
           logits{{rows * pieces(ends), 1}, out, sizeof(T) < sizeof(float) ? x + 2 * rows * width : (const T*)out, ends.head->outputs,
                  pieces(ends), most, (int32_t*)(most + rows * pieces(ends))} {

@@ -11,6 +11,18 @@
 // The 64 bytes of INT8 are four inputs of 16 outputs: input 2p + s of output o at byte 16 * ((2o + s) / 8) + 8p + (2o + s) % 8,
 // which spreads to two vectors of bfloat16 pairs. A word of INT4 is eight inputs of one output: input 2p + s from bit 16s + 4p on.
 // Scales: [panels][I / group][32] bfloat16.
+//
+// BLOCKS keeps codes and scales of GGUF files. Maps that share a matrix may differ in kind: each is a part, of whole panels but for
+// the last. A group is 32 inputs: its codes, the high bits of these, its scales. BLOCK_SHAPES has their sizes. Kinds with units have
+// eight groups behind a head.
+//
+//   codes      words of 32 bits, [4][32] of 4 bits: input 8j + i of an output from bit 4i of word j on; [2][32] of 2 bits: input
+//              16j + i from bit 2i of word j on; Q8_0 [32][32] bytes, two's complement
+//   high bits  words; [32] of one bit: input i at bit i; [2][32] of two: input 16j + i from bit 2i of word j on
+//   scales     [32] float16, of kinds with minima [2][32], the second added; MXFP4 [32] bytes, of 2^(byte - 128). With units: Q4_K, Q5_K
+//              [32] bytes of scales and [32] of minima; IQ4_XS [32] signed bytes; Q3_K, Q6_K [2][32] of them, of 16 inputs each; Q2_K
+//              [2][32] bytes of both, the minimum in the upper half
+//   head       [32] float16, which the scales are multiples of; of kinds with minima the same of these, which are subtracted, behind it
 
 #pragma once
 
@@ -28,11 +40,20 @@ constexpr int PANEL = 32;
 constexpr int MOST_RANGES = 32;
 // What comes so many bytes later is fetched before it is needed.
 constexpr int AHEAD = 4096;
-enum Form { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, INT4 = 3 };
+// Whether weights of BLOCKS are rounded to bfloat16 where there are instructions for its products and activations are bfloat16, too.
+constexpr bool BLOCKS_IN_PAIRS = true;
+enum Form { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, INT4 = 3, BLOCKS = 4 };
+// In the order of KINDS in quire/weights/block_panels.py.
+enum Kind { Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, MXFP4 };
 
 }  // namespace
 
 extern "C" {
+
+// Panels of one kind.
+struct BlockPart {
+    int64_t first_panel, kind, start;  // start: byte of the first panel
+};
 
 struct Linear {
     const void* weights;
@@ -42,6 +63,8 @@ struct Linear {
     int64_t inputs, outputs, group, form;
     int64_t is_bfloat16;  // x and y
     int64_t level;        // at most quire_linear_level()
+    const BlockPart* block_parts;
+    int64_t num_block_parts;
 };
 
 struct LinearCall {
@@ -87,9 +110,103 @@ struct Turn {
     }
 };
 
+// Not of BLOCKS.
 INLINE int64_t panel_bytes(const Linear& map) {
     const int64_t bytes[4] = {4 * PANEL, 2 * PANEL, PANEL, PANEL / 2};
     return map.inputs * bytes[map.form];
+}
+
+constexpr int BLOCK_GROUP = 32;
+
+// How a kind of blocks lies in a panel, and what its codes stand for.
+struct BlockShape {
+    int low, high;     // bits of a code in words, and above
+    int scale, units;  // bytes of a group's scales for an output; float16 numbers of a head for an output
+    bool has_minima, is_halved;  // is_halved: a scale is of 16 inputs
+    int offset;                  // is subtracted from a code
+    constexpr int64_t codes_size() const { return PANEL * BLOCK_GROUP / 8 * low; }
+    constexpr int64_t high_size() const { return PANEL * BLOCK_GROUP / 8 * high; }
+    constexpr int64_t group_size() const { return codes_size() + high_size() + PANEL * scale; }
+    constexpr int64_t head_size() const { return 2 * PANEL * units; }
+    constexpr int64_t head(int64_t group) const { return units ? group / 8 * (head_size() + 8 * group_size()) : 0; }
+    constexpr int64_t group(int64_t group) const { return group * group_size() + (units ? (group / 8 + 1) * head_size() : 0); }
+    constexpr int64_t panel_size(int64_t inputs) const { return inputs / BLOCK_GROUP * group_size() + inputs / (8 * BLOCK_GROUP) * head_size(); }
+};
+
+constexpr BlockShape BLOCK_SHAPES[] = {
+    {4, 0, 2, 0, false, false, 8},   // Q4_0
+    {4, 0, 4, 0, true, false, 0},    // Q4_1
+    {4, 1, 2, 0, false, false, 16},  // Q5_0
+    {4, 1, 4, 0, true, false, 0},    // Q5_1
+    {8, 0, 2, 0, false, false, 0},   // Q8_0
+    {2, 0, 2, 2, true, true, 0},     // Q2_K
+    {2, 1, 2, 1, false, true, 4},    // Q3_K
+    {4, 0, 2, 2, true, false, 0},    // Q4_K
+    {4, 1, 2, 2, true, false, 0},    // Q5_K
+    {4, 2, 2, 1, false, true, 32},   // Q6_K
+    {4, 0, 2, 0, false, false, 0},   // IQ4_NL
+    {4, 0, 1, 1, false, false, 0},   // IQ4_XS
+    {4, 0, 1, 0, false, false, 0},   // MXFP4
+};
+
+constexpr float IQ4_NUMBERS[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+constexpr float FP4_NUMBERS[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+
+// What a code stands for, before its scale.
+constexpr float block_number(int64_t kind, int code) {
+    return kind == IQ4_NL || kind == IQ4_XS ? IQ4_NUMBERS[code] : kind == MXFP4 ? FP4_NUMBERS[code] : (float)(code - BLOCK_SHAPES[kind].offset);
+}
+
+INLINE const BlockPart& block_part(const Linear& map, int64_t panel) {
+    const BlockPart* part = map.block_parts + map.num_block_parts - 1;
+    while (part->first_panel > panel) part--;
+    return *part;
+}
+
+INLINE const uint8_t* panel_place(const Linear& map, int64_t panel) {
+    if (map.form != BLOCKS) return (const uint8_t*)map.weights + panel * panel_bytes(map);
+    const BlockPart& part = block_part(map, panel);
+    return (const uint8_t*)map.weights + part.start + (panel - part.first_panel) * BLOCK_SHAPES[part.kind].panel_size(map.inputs);
+}
+
+INLINE float half_one(const uint8_t* from) {
+    const uint32_t half = loaded<uint16_t>(from), size = (half & 0x7fff) << 13;
+    const uint32_t usual = size + (112u << 23), raised = size + (113u << 23);
+    const float found = size < 1u << 23 ? loaded<float>(&raised) - 0x1p-14f : loaded<float>(&usual);
+    return half & 0x8000 ? -found : found;
+}
+
+// 2^(byte - 128)
+INLINE float power_one(uint32_t byte) {
+    const uint32_t bits = byte < 2 ? 0x200000u << byte : (byte - 1) << 23;
+    return loaded<float>(&bits);
+}
+
+// A weight of BLOCKS in a panel.
+INLINE float block_value(int64_t kind, const uint8_t* panel, int64_t input, int64_t output) {
+    const BlockShape& shape = BLOCK_SHAPES[kind];
+    const int64_t group = input / BLOCK_GROUP, i = input % BLOCK_GROUP;
+    const uint8_t *codes = panel + shape.group(group), *high = codes + shape.codes_size(), *scales = high + shape.high_size();
+    const uint8_t* head = panel + shape.head(group) + 2 * output;
+    const auto bits = [&](const uint8_t* words, int width) {
+        const int64_t each = 32 / width;
+        return (int)(loaded<uint32_t>(words + 4 * (i / each * PANEL + output)) >> width * (i % each) & ((1u << width) - 1));
+    };
+    float value;
+    if (kind == Q8_0)
+        value = (float)(int8_t)codes[i * PANEL + output];
+    else
+        value = block_number(kind, bits(codes, shape.low) | (shape.high ? bits(high, shape.high) << shape.low : 0));
+    if (kind == MXFP4) return value * power_one(scales[output]);
+    if (!shape.units) {
+        value *= half_one(scales + 2 * output);
+        return shape.has_minima ? value + half_one(scales + 2 * PANEL + 2 * output) : value;
+    }
+    const uint8_t scale = scales[(shape.is_halved ? i / 16 * PANEL : 0) + output];
+    const float unit = half_one(head), minima = shape.has_minima ? half_one(head + 2 * PANEL) : 0;
+    if (!shape.has_minima) return value * (unit * (float)(int8_t)scale);
+    if (kind == Q2_K) return value * (unit * (float)(scale & 15)) - minima * (float)(scale >> 4);
+    return value * (unit * (float)scale) - minima * (float)scales[PANEL + output];
 }
 
 // A thread's memory for sums, widened rows and weights, kept for its next call.

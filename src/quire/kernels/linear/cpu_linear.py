@@ -8,22 +8,27 @@ from __future__ import annotations
 import ctypes
 import math
 import weakref
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.base.errors import InvalidArgument
-from quire.contracts.linear import PackedMatrix, WeightForm
+from quire.base.errors import CheckpointError, InvalidArgument
+from quire.contracts.linear import BlockRows, PackedMatrix, WeightForm
 from quire.kernels.native_library import NativeLibrary, native_library
 from quire.weights import packed as reference
+from quire.weights.block_panels import GROUP, KINDS, fits_panels
 
 PANEL = 32
 """Outputs of a panel."""
 FORMS: tuple[WeightForm, ...] = ("float32", "bfloat16", "int8", "int4")
-"""In the order of ``cpu/linear.h``."""
+"""Forms that weights are packed in."""
+NUMBERS: tuple[WeightForm, ...] = (*FORMS, "blocks")
+"""All forms, in the order of ``cpu/linear.h``."""
 DTYPES = (torch.float32, torch.bfloat16)
 SLAB = 64 << 20
 """Bytes of a memory block that packed weights share, much more than a huge page."""
@@ -41,6 +46,8 @@ class _Linear(ctypes.Structure):
             (name, ctypes.c_int64)
             for name in ("inputs", "outputs", "group", "form", "is_bfloat16", "level")
         ),
+        ("block_parts", ctypes.c_void_p),
+        ("num_block_parts", ctypes.c_int64),
     ]  # fmt: skip
 
 
@@ -92,6 +99,9 @@ class NativeLinear:
         self._pack = library.function(
             "quire_pack_linear", pointer, *[number] * 6, pointer, pointer, number, pointer
         )  # fmt: skip
+        self._pack_blocks = library.function(
+            "quire_pack_blocks", pointer, *[number] * 5, pointer, number, pointer, result=ctypes.c_int
+        )
 
     def refusal(self, weight_OI: Tensor, form: WeightForm) -> str:
         """See the contract."""
@@ -138,11 +148,32 @@ class NativeLinear:
         bias = None if bias_O is None else bias_O.float().contiguous()
         return NativeMap(self._run, packed, bias, weight_OI.dtype, self.level, self._parallel)
 
+    def pack_blocks(
+        self, parts: Sequence[BlockRows], inputs: int, bias_O: Tensor | None, dtype: torch.dtype
+    ) -> NativeMap | None:
+        """See ``contracts.linear.BlockKernel``."""
+        kinds = tuple((part.kind, len(part.rows_RB)) for part in parts)
+        if dtype not in DTYPES or not fits_panels(kinds):
+            return None
+        sizes = [-(-rows // PANEL) * KINDS[kind].panel_bytes(inputs) for kind, rows in kinds]
+        values = self._memory.take(sum(sizes))
+        for part, to in zip(parts, torch.split(values, sizes), strict=True):
+            rows_RB = part.rows_RB if part.rows_RB.stride(1) == 1 else part.rows_RB.contiguous()
+            if self._pack_blocks(
+                rows_RB.data_ptr(), rows_RB.stride(0), len(rows_RB), inputs, list(KINDS).index(part.kind),
+                int(part.is_mapped and rows_RB is part.rows_RB), to.data_ptr(), torch.get_num_threads(), self._parallel,
+            ):  # fmt: skip
+                raise CheckpointError(f"{part.name} has a scale in {part.kind} that is not finite; the file is damaged")
+        outputs = sum(rows for _, rows in kinds)
+        packed = PackedMatrix("blocks", outputs, inputs, GROUP, values, None, kinds)
+        bias = None if bias_O is None else bias_O.float().contiguous()
+        return NativeMap(self._run, packed, bias, dtype, self.level, self._parallel)
+
 
 class NativeMap:
     """``contracts.linear.LinearMap`` with its C++ arguments prepared."""
 
-    __slots__ = ("_bias", "_native", "_run", "dtype", "place", "weights")
+    __slots__ = ("_bias", "_native", "_parts", "_run", "dtype", "place", "weights")
 
     def __init__(
         self,
@@ -158,10 +189,12 @@ class NativeMap:
         self.dtype = dtype
         """Dtype of the activations."""
         self._run, self._bias = run, bias_O
+        self._parts = _block_parts(weights)
         self._native = _Linear(
             weights.values.data_ptr(), None if weights.scales is None else weights.scales.data_ptr(),
             None if bias_O is None else bias_O.data_ptr(), parallel, weights.inputs, weights.outputs, weights.group,
-            FORMS.index(weights.form), int(dtype == torch.bfloat16), level,
+            NUMBERS.index(weights.form), int(dtype == torch.bfloat16), level,
+            self._parts.ctypes.data, len(self._parts),
         )  # fmt: skip
         self.place = ctypes.addressof(self._native)
         """Address of the map's C++ structure, valid while this object lives."""
@@ -181,6 +214,16 @@ class NativeMap:
                 f"a product of {rows} rows with {self.weights.inputs} inputs found no memory for its sums"
             )
         return y_TO
+
+
+def _block_parts(weights: PackedMatrix) -> NDArray[np.int64]:
+    """Return ``BlockPart`` structures: first panel, kind, first byte."""
+    parts, panel, start = [], 0, 0
+    for name, rows in weights.kinds:
+        parts.append((panel, list(KINDS).index(name), start))
+        panels = -(-rows // PANEL)
+        panel, start = panel + panels, start + panels * KINDS[name].panel_bytes(weights.inputs)
+    return np.array(parts, np.int64).reshape(-1, 3)
 
 
 @cache
