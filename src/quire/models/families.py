@@ -26,6 +26,7 @@ from quire.models.gpt_oss import gpt_oss_mlp, gpt_oss_spellings, read_gpt_oss_co
 from quire.models.hybrid_decoder import BlockBuilder, HybridDecoder, mixed_block
 from quire.models.mixtral import mixtral_spellings, read_mixtral_config
 from quire.models.mixture import mixture_mlp
+from quire.models.quantized import without_section
 from quire.models.qwen_moe import qwen_moe_spellings, read_qwen2_moe_config, read_qwen3_moe_config
 from quire.models.tensor_names import LLAMA_NAMES, Names, ignorable_names, name_table
 from quire.weights.places import NameTable
@@ -200,7 +201,7 @@ def canonical_of(values: Mapping[str, Any], max_model_len: int | None) -> str:
     if is_foreign(values):
         kept = {name: value for name, value in values.items() if name not in VOLATILE}
         return json.dumps({"fallback": kept}, sort_keys=True, separators=(",", ":"))
-    return str(family_of(values).read_config(values, max_model_len).canonical())
+    return str(family_of(values).read_config(without_section(values), max_model_len).canonical())
 
 
 def family_of(values: Mapping[str, Any]) -> Family:

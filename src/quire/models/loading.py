@@ -25,6 +25,7 @@ from quire.contracts.layers import LayerSpec
 from quire.contracts.linear import BlockKernel
 from quire.models.families import Family, LoadedModel, family_of, is_foreign
 from quire.models.processor import Processor
+from quire.models.quantized import read_quantized, without_section
 from quire.models.sources import open_weights, read_config
 from quire.weights.block_panels import KINDS
 from quire.weights.checkpoint import Checkpoint
@@ -95,12 +96,12 @@ def load_model(
     if is_foreign(values):
         return _load_foreign(path, values, device, dtype, before_weights)
     try:
-        family = family_of(values)
-        config = family.read_config(values, max_model_len)
+        family, quantized = family_of(values), read_quantized(values)
+        config = family.read_config(without_section(values), max_model_len)
     except QuireError as error:
         error.about(f"{path}, whose metadata make the config.json" if is_gguf(path) else str(path))
         raise
-    with Checkpoint(open_weights(path)) as checkpoint:
+    with Checkpoint(open_weights(path, quantized)) as checkpoint:
         num_layers = config.num_layers
         if num_layers > len(checkpoint.tensors):  # Also bounds the table that a damaged config.json could ask for.
             raise CheckpointError(
@@ -128,7 +129,7 @@ def load_model(
             weights = LateParameters(checkpoint, places, resolved, device, bar)
             model = family.build(config, weights, values)
             model.places = places
-            model.formats = checkpoint.formats(one for name, place in places.items() for one in place.stored(name))
+            model.formats = checkpoint.formats(places)
             weights.release()
             if model.pack(replace(kernels, read=weights.read, stored=weights.stored)):
                 logger.info("%s: weights are laid out for this machine's products", path)

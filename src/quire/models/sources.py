@@ -10,6 +10,7 @@ from quire.base.errors import CheckpointError
 from quire.contracts.weights import WeightSource
 from quire.models.config_fields import read_config_file
 from quire.models.gguf import open_gguf_weights, read_gguf_config, read_gguf_generation
+from quire.models.quantized import Quantized
 from quire.weights.gguf_container import is_gguf, part_files
 from quire.weights.safetensors_files import SafetensorsFiles
 from quire.weights.safetensors_files import weight_files as safetensors_files
@@ -26,9 +27,10 @@ def read_generation_config(path: Path) -> dict[str, Any]:
     return read_gguf_generation(path) if is_gguf(path) else read_json(path / "generation_config.json")
 
 
-def open_weights(path: Path) -> WeightSource:
-    """Open the weights of a model. ``CheckpointError`` for missing or damaged files."""
-    return open_gguf_weights(path) if is_gguf(path) else SafetensorsFiles(path)
+def open_weights(path: Path, quantized: Quantized | None = None) -> WeightSource:
+    """Open the weights of a model, in a directory quantised as its config.json says.
+    ``CheckpointError`` for missing or damaged files."""
+    return open_gguf_weights(path) if is_gguf(path) else SafetensorsFiles(path, quantized)
 
 
 def weight_files(path: Path) -> tuple[Path, ...]:

@@ -19,6 +19,7 @@ from tqdm import tqdm
 from quire.base.errors import ResourceExhausted
 from quire.contracts.linear import BlockRows
 from quire.weights.checkpoint import Checkpoint
+from quire.weights.floats import Floats
 from quire.weights.gguf_blocks import GgufBlocks
 from quire.weights.places import Place, parameter_dtypes, parameter_shapes
 
@@ -105,11 +106,11 @@ class LateParameters(Mapping[str, Tensor]):
         ]
 
     def expanded(self) -> dict[str, int]:
-        """Return the bytes of tensors in blocks whose values were read, by their formats."""
+        """Return the bytes of tensors in other formats than floats whose values were read."""
         found: Counter[str] = Counter()
         for tensors in (self._tensors[name] for name in self._filled):
             for name, place in tensors.items():
-                if isinstance(place.format, GgufBlocks):
+                if not isinstance(place.format, Floats):
                     found[place.format.name] += self._checkpoint.nbytes(place.stored(name))
         return dict(found.most_common())
 
