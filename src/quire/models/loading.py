@@ -177,9 +177,9 @@ def _check_tied(checkpoint: Checkpoint, family: Family, config: Any) -> None:
     if not trunk.tie_embeddings:
         return
     untied = replace(trunk, tie_embeddings=False)
-    table = family.spellings(untied if trunk is config else replace(config, trunk=untied))[0]
-    names = {place.parameter: name for name, place in table.items()}
-    checkpoint.check_tied(names["head.weight"], names["embed.weight"])
+    for table in family.spellings(untied if trunk is config else replace(config, trunk=untied)):
+        names = {place.parameter: name for name, place in table.items()}
+        checkpoint.check_tied(names["head.weight"], names["embed.weight"])
 
 
 def resolve_dtype(

@@ -98,7 +98,7 @@ class Checkpoint:
     def check_tied(self, head: str, embedding: str) -> None:
         """Raise ``CheckpointError`` if the head of a model that config.json ties to its embedding
         is stored with other values. Reads both tensors if both are present."""
-        if head not in self.tensors:
+        if head not in self.tensors or embedding not in self.tensors:
             return
         if self.tensors[head].shape == self.tensors[embedding].shape:
             parts = zip(*(torch.split(self.source.read(name), _COMPARED) for name in (head, embedding)), strict=True)

@@ -51,11 +51,21 @@ def weight_files(path: Path) -> tuple[Path, ...]:
     return files
 
 
+def stored_names(path: Path) -> Collection[str]:
+    """Return the names of a checkpoint's tensors; ``CheckpointError`` as in ``weight_files``."""
+    if not (path / SINGLE_FILE).is_file():
+        weight_files(path)
+        return read_index(path)
+    source = SafetensorsFiles(path)
+    source.close()
+    return source.tensors
+
+
 def _no_weights(path: Path) -> CheckpointError:
     message = f"{path} holds neither {SINGLE_FILE} nor {INDEX_FILE}"
-    others = sorted(file.name for file in path.iterdir() if file.suffix in (".bin", ".pt", ".pth"))
+    others = sorted(file.name for file in path.iterdir() if file.suffix in (".bin", ".pt", ".pth", ".safetensors"))
     if others:
-        message += f", only {some(others)}: convert it to safetensors, for example with transformers' save_pretrained"
+        message += f", only {some(others)}: convert it to safetensors in that layout, for example with transformers' save_pretrained"
     return CheckpointError(message)
 
 
