@@ -26,8 +26,8 @@ from quire.executor.executor_types import BATCHING_TYPES, SUPPORTED_TYPES, check
 from quire.executor.reports import computable_dtypes, dtype_name, mechanism_of
 from quire.models.catalogue import HUB_NAME, bundled_models
 from quire.models.families import family_of, is_foreign
-from quire.models.quantized import without_section
 from quire.models.loading import DTYPES
+from quire.models.quantized import without_section
 from quire.models.sources import read_config
 
 NOT_CAPTURED = "executors neither compile nor capture decode in this release"
