@@ -287,8 +287,17 @@ def inspect(
 
 
 @command(app)
-def models() -> None:
+def models(
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print what runs of each model type of transformers, in Markdown.")
+    ] = False,
+) -> None:
     """List bundled models, and the architectures that run, with the kinds of state they have."""
+    if markdown:
+        from quire.models.model_types import types_table
+
+        print(types_table(), end="")
+        return
     from quire.cli.tables import folding_table, print_tables
     from quire.models.catalogue import bundled_adapters, bundled_models, registered_architectures
 

@@ -57,6 +57,12 @@ TEXT_TYPES: Mapping[str, TextType] = {
     "qwen3_vl_text": TextType(
         "Qwen3ForCausalLM", "qwen3", _sizes(151_936, 4096, 22_016, 32, 32, 32, 128_000, rope_theta=5e5)
     ),
+    "qwen3_vl_moe_text": TextType(
+        "Qwen3MoeForCausalLM",
+        "qwen3_moe",
+        _sizes(151_936, 2048, 5632, 24, 16, 16, 128_000, rope_theta=5e5, num_experts=60, moe_intermediate_size=1408)
+        | {"num_experts_per_tok": 4, "norm_topk_prob": True, "head_dim": 128},
+    ),
     "cohere2": TextType("Cohere2ForCausalLM", "cohere2", _sizes(256_000, 8192, 22_528, 40, 64, 64, 8192)),
     "deepseek_v3": TextType("DeepseekV3ForCausalLM", "deepseek_v3", {}),
     "lfm2": TextType("Lfm2ForCausalLM", "lfm2", _sizes(65_536, 2560, 12_288, 32, 32, 8, 128_000)),
@@ -70,6 +76,7 @@ TEXT_TYPES: Mapping[str, TextType] = {
 IMAGE_TEXT: Mapping[str, str] = {
     "AyaVisionForConditionalGeneration": "cohere2",
     "Cohere2VisionForConditionalGeneration": "cohere2",
+    "Cosmos3OmniForConditionalGeneration": "qwen3_vl_text",
     "DeepseekVLForConditionalGeneration": "llama",
     "DeepseekVLHybridForConditionalGeneration": "llama",
     "FastVlmForConditionalGeneration": "qwen2",
@@ -96,6 +103,7 @@ IMAGE_TEXT: Mapping[str, str] = {
     "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl_text",
     "Qwen2VLForConditionalGeneration": "qwen2_vl_text",
     "Qwen3VLForConditionalGeneration": "qwen3_vl_text",
+    "Qwen3VLMoeForConditionalGeneration": "qwen3_vl_moe_text",
     "SmolVLMForConditionalGeneration": "llama",
     "VideoLlama3ForConditionalGeneration": "qwen2",
     "VideoLlavaForConditionalGeneration": "llama",
@@ -146,8 +154,9 @@ def text_values(values: Mapping[str, Any]) -> dict[str, Any]:
     text = values.get("text_config")
     given = without_sections(values if text is None else text)
     found = {**kind.defaults, **given}
-    if "rope_parameters" in given:
-        found.pop("rope_theta", None)
+    for name, newer in (("rope_theta", "rope_parameters"), ("num_experts", "num_local_experts")):
+        if newer in given and name not in given:
+            found.pop(name, None)
     for name in ("vision_config", "audio_config", "text_config"):
         found.pop(name, None)
     tied = values.get("tie_word_embeddings", found.get("tie_word_embeddings"))

@@ -49,10 +49,17 @@ class Checkpoint:
         self.source.close()
 
     def choose(self, spellings: Sequence[Mapping[str, Place]]) -> Mapping[str, Place]:
-        """Return the spelling with the fewest missing tensors, the first among equals, in the
-        formats of the files."""
+        """Return the spelling with the fewest missing tensors, then the fewest of another shape,
+        the first among equals, in the formats of the files."""
+
+        def faults(places: Mapping[str, Place]) -> tuple[int, int]:
+            stored = _stored(places)
+            there = [(self.tensors[name].shape, wanted) for name, wanted in stored.items() if name in self.tensors]
+            wrong = sum(shape not in (wanted.shape, *wanted.others) for shape, wanted in there)
+            return len(stored) - len(there), wrong
+
         found = [{name: self._in_format(name, place) for name, place in places.items()} for places in spellings]
-        return min(found, key=lambda places: sum(name not in self.tensors for name in _stored(places)))
+        return min(found, key=faults)
 
     def _in_format(self, name: str, place: Place) -> Place:
         found = self.source.format(name, place.format)
