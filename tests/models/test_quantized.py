@@ -144,6 +144,12 @@ def test_a_quantised_model_is_the_expanded_one(model: Path, tmp_path: Path, name
     assert f"-{given['quant_method']}:" in marks[0]
     assert format in marks[0]
     assert "-" not in marks[1]
+
+
+@pytest.mark.parametrize("name", ["fp8-blocks", "ct-w8a8-zeros-float32", "awq", "gptq-4-order", "nf4-nested"])
+def test_tokens_are_those_of_the_expanded_model(model: Path, tmp_path: Path, name: str) -> None:
+    layout, given, format = LAYOUTS[name]
+    paths = write_quantized(model, tmp_path, layout, given)
     params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
     texts = []
     for path in paths:

@@ -74,8 +74,9 @@ def model_fingerprint(path: str | os.PathLike[str], model: LoadedModel) -> Model
 
 
 def _formats(path: Path, model: LoadedModel) -> Iterator[str]:
-    if is_gguf(path) or (quantized := read_quantized(model.config)):
-        yield f"{'gguf' if is_gguf(path) else quantized.method}:{'+'.join(sorted(model.formats))}"
+    quantized = None if is_gguf(path) else read_quantized(model.config)
+    if is_gguf(path) or quantized is not None:
+        yield f"{'gguf' if quantized is None else quantized.method}:{'+'.join(sorted(model.formats))}"
     if kept := kept_formats(model):
         yield f"blocks:{'+'.join(sorted(kept))}"
     if model.quantization:

@@ -31,6 +31,7 @@ from quire.weights.block_panels import KINDS
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.gguf_blocks import SIZES
 from quire.weights.gguf_container import is_gguf
+from quire.weights.integer_codes import IntegerCodes
 from quire.weights.late_parameters import LateParameters
 from quire.weights.packed import FORMS
 from quire.weights.places import Place, expand, parameter_dtypes, parameter_shapes
@@ -222,7 +223,9 @@ def _weight_bytes(places: Mapping[str, Place], dtype: torch.dtype, device: torch
     form, in_blocks = kernels.quantization, dict[str, float]()
     if form is None and isinstance(kernels.linear, BlockKernel):
         for place in places.values():
-            if place.format.name in KINDS:
+            if isinstance(place.format, IntegerCodes) and place.format.is_scaled:
+                in_blocks[place.parameter] = float(place.format.bits)
+            elif place.format.name in KINDS:
                 numbers, size = SIZES[place.format.name]
                 in_blocks[place.parameter] = min(in_blocks.get(place.parameter, 64.0), 8 * size / numbers)
     kept = parameter_dtypes(places)

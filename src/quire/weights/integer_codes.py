@@ -34,6 +34,11 @@ class IntegerCodes:
     is_plain: bool = False
 
     @property
+    def is_scaled(self) -> bool:
+        """Whether values are codes of 4 or 8 bits times scales, with groups in order."""
+        return self.bits in (4, 8) and not self.has_zeros and not self.has_order
+
+    @property
     def name(self) -> str:
         """See ``WeightFormat``."""
         return f"int{self.bits}" + (f" group {self.group}" if self.group else "")
