@@ -45,17 +45,23 @@ def words_of(rows: list[list[int]], bits: int) -> Tensor:
     )
 
 
-def float8(block: tuple[int, int] | None, suffix: str = "_scale_inv", *, scalar: bool = False) -> Layout:
+def float8(
+    block: tuple[int, int] | None,
+    suffix: str = "_scale_inv",
+    *,
+    scalar: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> Layout:
     def write(name: str, outputs: int, inputs: int, generator: torch.Generator) -> tuple[Tensors, Tensor]:
         codes = torch.randn(outputs, inputs, generator=generator).mul_(100).clamp_(-448, 448).to(torch.float8_e4m3fn)
         shape = (outputs, 1) if block is None else (-(-outputs // block[0]), -(-inputs // block[1]))
-        scales = scales_of(() if scalar else shape, generator, torch.float32, 1e-3)
+        scales = scales_of(() if scalar else shape, generator, dtype, 1e-3)
         values = torch.empty(outputs, inputs)
         height, width = block or (1, inputs)
         for row in range(outputs):
             for column in range(inputs):
                 scale = scales if scalar else scales[row // height, column // width]
-                values[row, column] = codes[row, column].float() * scale
+                values[row, column] = codes[row, column].to(dtype) * scale
         return {f"{name}.weight": codes, f"{name}.weight{suffix}": scales}, values
 
     return write

@@ -56,6 +56,11 @@ LAYOUTS: Mapping[str, tuple[Layout, Mapping[str, Any], str]] = {
     "fp8-rows": (float8(None), {**FP8, "weight_block_size": None}, "float8"),
     "fbgemm": (float8(None, "_scale"), {"quant_method": "fbgemm_fp8"}, "float8"),
     "ct-float8-rows": (float8(None, "_scale"), section("float-quantized", {"a": FLOAT}), "float8"),
+    "ct-float8-bfloat16-scales": (
+        float8(None, "_scale", dtype=torch.bfloat16),
+        section("float-quantized", {"a": FLOAT}),
+        "float8",
+    ),
     "ct-float8-blocks": (
         float8((128, 128), "_scale"),
         section(
