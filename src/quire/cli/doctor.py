@@ -126,6 +126,7 @@ def _kernels() -> Finding:
 
 
 def _weights() -> Finding:
+    from quire.models.quantized import METHODS, OWN
     from quire.weights.block_panels import KINDS
     from quire.weights.floats import DTYPES
     from quire.weights.gguf_blocks import BLOCKS
@@ -133,7 +134,9 @@ def _weights() -> Finding:
     return Finding(
         "weights",
         f"safetensors and GGUF files in {', '.join((*DTYPES, *BLOCKS))}; on a CPU with the C++ library, "
-        f"{', '.join(KINDS)} are multiplied as they are; all others but the first three are expanded at load",
+        f"{', '.join(KINDS)} are multiplied as they are; all others but the first three are expanded at load; "
+        f"safetensors quantised by {', '.join((*sorted(METHODS), *OWN))}; of these, int4 and int8 without zeros are "
+        "multiplied as they are on a CPU",
     )
 
 

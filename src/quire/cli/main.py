@@ -287,8 +287,17 @@ def inspect(
 
 
 @command(app)
-def models() -> None:
+def models(
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print what runs of each model type of transformers, in Markdown.")
+    ] = False,
+) -> None:
     """List bundled models, and the architectures that run, with the kinds of state they have."""
+    if markdown:
+        from quire.models.model_types import types_table
+
+        print(types_table(), end="")
+        return
     from quire.cli.tables import folding_table, print_tables
     from quire.models.catalogue import bundled_adapters, bundled_models, registered_architectures
 
@@ -300,6 +309,35 @@ def models() -> None:
         folding_table("architecture", "kinds of state", title=known, rows=kinds),
     )
     print("Any other decoder of transformers runs through its own layers if it passes the check when it is loaded.")
+
+
+@command(app)
+def quantize(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A bundled model, a directory or a Hugging Face id.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The new directory.")],
+    form: Annotated[str, typer.Option("--format", help="int4 or int8: the values of --quantization.")] = "int4",
+) -> None:
+    """Write a model with quantised weights, as a checkpoint of compressed-tensors.
+
+    Its tokens are those of the model with the same --quantization, but it loads without packing.
+    """
+    import torch
+
+    from quire.base.host_memory import size_words
+    from quire.build import check_quantized, layer_kernels
+    from quire.cli.quantize import BITS, check_source, check_target, write_quantized
+    from quire.models.catalogue import resolve_model
+    from quire.models.loading import load_model
+
+    if form not in BITS:
+        raise InvalidArgument(field="format", given=form, allowed=" or ".join(BITS))
+    path = resolve_model(model)
+    check_source(path)
+    check_target(out)
+    loaded = load_model(path, kernels=layer_kernels(torch.device("cpu"), form), progress=True)
+    check_quantized(loaded, form)
+    written = write_quantized(path, out, loaded, "int4" if form == "int4" else "int8")
+    print(f"{out}: {size_words(written)} of weights in {form}")
 
 
 @command(app, "engine")

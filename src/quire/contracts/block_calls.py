@@ -17,7 +17,7 @@ from torch import Tensor
 from quire.contracts.attention import Scoring
 from quire.contracts.kv_format import KVView
 from quire.contracts.layers import RopeSpec
-from quire.contracts.linear import BlockRows, LinearKernel, LinearMap, Quantization
+from quire.contracts.linear import BlockRows, CodeRows, LinearKernel, LinearMap, Quantization
 from quire.contracts.rows import ActivationName, HeadNormWeights, Rotation, RowKernels
 
 
@@ -179,9 +179,9 @@ class LayerKernels:
     read: Callable[[Tensor], Tensor] | None = None
     """Returns the values of a weight, which may still be in a file. None: the weight has them
     itself."""
-    stored: Callable[[Tensor], Sequence[BlockRows]] | None = None
-    """Returns the rows of a weight as its file has them, in blocks; empty if it has other formats,
-    or the weight is a part of a parameter."""
+    stored: Callable[[Tensor], Sequence[BlockRows] | Sequence[CodeRows]] | None = None
+    """Returns the rows of a weight as its file has them, in blocks or as codes; empty if it has
+    other formats, or the weight is a part of them."""
 
     def of_head(self) -> LayerKernels:
         """Return the kernels for the map to logits, whose error no later layer evens out."""

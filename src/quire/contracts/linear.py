@@ -56,6 +56,19 @@ class BlockRows:
     packed."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class CodeRows:
+    """Rows of a matrix as codes times scales, as a file has them."""
+
+    bits: int
+    group: int
+    """Inputs that share a scale."""
+    codes_RI: Tensor
+    """int8"""
+    scales_Rg: Tensor
+    """Of any float type."""
+
+
 class LinearMap(Protocol):
     """``y = x W^T + b`` over packed weights."""
 
@@ -101,6 +114,16 @@ class BlockKernel(Protocol):
 
         ``CheckpointError``: a scale is not finite.
         """
+        ...
+
+
+@runtime_checkable
+class CodeKernel(Protocol):
+    """A ``LinearKernel`` that also multiplies codes of 4 or 8 bits of a file as they are."""
+
+    def pack_codes(self, parts: Sequence[CodeRows], bias_O: Tensor | None, dtype: torch.dtype) -> LinearMap | None:
+        """Return the map of rows that follow each other, for activations of ``dtype``; None if a
+        code or a scale has no place in one of its forms."""
         ...
 
 

@@ -31,6 +31,8 @@ class StoredTensor:
     shape: tuple[int, ...]
     dtypes: Collection[str]
     """Accepted element types, as in ``TensorHeader``."""
+    others: Collection[tuple[int, ...]] = ()
+    """Other accepted shapes."""
 
 
 class WeightFormat(Protocol):
@@ -45,7 +47,8 @@ class WeightFormat(Protocol):
         """Whether the first stored tensor is the weights themselves, row by row."""
 
     def stored(self, name: str, shape: tuple[int, ...]) -> Mapping[str, StoredTensor]:
-        """Return the stored tensors of weights of this shape, the tensor ``name`` first."""
+        """Return the stored tensors of weights of this shape, first the tensor ``name`` or the one
+        that replaces it. ``Unsupported`` for a shape that the format does not have."""
 
     def expand(self, name: str, stored: Mapping[str, Tensor], out: Tensor) -> None:
         """Write the weights to ``out``, in its dtype. This is the definition of the format.

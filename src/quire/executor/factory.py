@@ -27,6 +27,7 @@ from quire.executor.reports import computable_dtypes, dtype_name, mechanism_of
 from quire.models.catalogue import HUB_NAME, bundled_models
 from quire.models.families import family_of, is_foreign
 from quire.models.loading import DTYPES
+from quire.models.quantized import without_section
 from quire.models.sources import read_config
 
 NOT_CAPTURED = "executors neither compile nor capture decode in this release"
@@ -137,7 +138,7 @@ def _check_local_model(config: ExecutorConfig, model: str) -> None:
     values = read_config(path)
     if is_foreign(values):
         return
-    found = family_of(values).read_config(values, None)
+    found = family_of(values).read_config(without_section(values), None)
     check_length(config, getattr(found, "max_position", config.max_sequence_length))
 
 

@@ -213,7 +213,11 @@ class Trunk:
         elif not grown:
             return False
         table = self.embedding.weight
-        if not table.is_meta and (rows := kept(Linear(table), kernels)) is not None:
+        if (
+            not table.is_meta
+            and (rows := kept(Linear(table), kernels)) is not None
+            and rows.weights.form in EXACT_FORMS
+        ):
             self.embedding.share(rows)
             self.parameter_bytes += rows.weights.nbytes - table.nbytes
         self.lm_head, self.quantization = head, kernels.quantization

@@ -289,10 +289,7 @@ def read_foreign(path: Path, values: Mapping[str, Any]) -> Foreign:
     except Exception as error:  # A class of transformers raises anything for values of other types.
         raise CheckpointError(f"{path}: transformers cannot read config.json: {in_one_line(error)}") from error
     refuse_other_kinds(config, what, getattr(found, "__name__", ""))
-    if not getattr(found, "_supports_attention_backend", False):
-        raise Unsupported(
-            f"architecture {what}: its attention cannot be replaced (transformers has no attention interface for it)"
-        )
+    refuse_attention(found, what)
     return Foreign(what, config, found, values)
 
 
@@ -336,6 +333,14 @@ def refuse_other_kinds(config: Any, what: str, found: str) -> None:
     if others:
         raise Unsupported(
             f"architecture {what} has layers of kind {', '.join(others)}; the fallback runs full and sliding attention"
+        )
+
+
+def refuse_attention(kind: Any, what: str) -> None:
+    """Raise ``Unsupported`` if the attention of a class of transformers cannot be replaced."""
+    if not getattr(kind, "_supports_attention_backend", False):
+        raise Unsupported(
+            f"architecture {what}: its attention cannot be replaced (transformers has no attention interface for it)"
         )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, TypeAlias
 
@@ -26,8 +26,10 @@ from quire.models.gpt_oss import gpt_oss_mlp, gpt_oss_spellings, read_gpt_oss_co
 from quire.models.hybrid_decoder import BlockBuilder, HybridDecoder, mixed_block
 from quire.models.mixtral import mixtral_spellings, read_mixtral_config
 from quire.models.mixture import mixture_mlp
+from quire.models.quantized import without_section
 from quire.models.qwen_moe import qwen_moe_spellings, read_qwen2_moe_config, read_qwen3_moe_config
 from quire.models.tensor_names import LLAMA_NAMES, Names, ignorable_names, name_table
+from quire.models.text_parts import OtherNames, prefixed, text_architecture, text_type, text_values
 from quire.weights.places import NameTable
 
 VOLATILE = frozenset({"_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache"})
@@ -189,10 +191,45 @@ for _name, _read_delta in (
     _hybrid(_name, _read_delta, qwen3_next.delta_spellings, _block, qwen3_next.delta_ignorable_names)
 
 
+MODEL_TYPES: Mapping[str, str] = {
+    "bamba": "BambaForCausalLM",
+    "cohere2": "Cohere2ForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "falcon_h1": "FalconH1ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "glm4": "Glm4ForCausalLM",
+    "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "granitemoehybrid": "GraniteMoeHybridForCausalLM",
+    "lfm2": "Lfm2ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "mamba2": "Mamba2ForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "stablelm": "StableLmForCausalLM",
+    "youtu": "YoutuForCausalLM",
+}
+"""Native architectures by ``model_type``, for checkpoints with code of their own."""
+
+
 def is_foreign(values: Mapping[str, Any]) -> bool:
     """Return True if config.json names exactly one architecture, and it is not a native one."""
     names = values.get("architectures")
-    return isinstance(names, list) and len(names) == 1 and isinstance(names[0], str) and names[0] not in FAMILIES
+    named = isinstance(names, list) and len(names) == 1 and isinstance(names[0], str)
+    return named and text_architecture(values) is None and _native_name(values) is None
 
 
 def canonical_of(values: Mapping[str, Any], max_model_len: int | None) -> str:
@@ -200,7 +237,7 @@ def canonical_of(values: Mapping[str, Any], max_model_len: int | None) -> str:
     if is_foreign(values):
         kept = {name: value for name, value in values.items() if name not in VOLATILE}
         return json.dumps({"fallback": kept}, sort_keys=True, separators=(",", ":"))
-    return str(family_of(values).read_config(values, max_model_len).canonical())
+    return str(family_of(values).read_config(without_section(values), max_model_len).canonical())
 
 
 def family_of(values: Mapping[str, Any]) -> Family:
@@ -212,7 +249,35 @@ def family_of(values: Mapping[str, Any]) -> Family:
         raise CheckpointError(
             f"config.json: architectures is {found}; expected one of {FAMILIES.list_names()} in a list"
         )
-    family = FAMILIES.get(names[0])
-    if family is None:
+    if text_architecture(values) is not None:
+        return _text_family(FAMILIES.require(text_type(values).family))
+    name = _native_name(values)
+    if name is None:
         raise Unsupported(f"architecture {names[0]!r} is not supported; known ones: {', '.join(FAMILIES)}")
-    return family
+    return FAMILIES.require(name)
+
+
+def _text_family(family: Family) -> Family:
+    """Return the family of a text part out of a whole checkpoint."""
+
+    def read(values: Mapping[str, Any], max_model_len: int | None = None) -> Any:
+        return family.read_config(text_values(values), max_model_len)
+
+    return replace(
+        family,
+        read_config=read,
+        name_tables=lambda config: prefixed(family.name_tables(config)),
+        ignorable_names=lambda config: OtherNames(family.ignorable_names(config)),
+    )
+
+
+def _native_name(values: Mapping[str, Any]) -> str | None:
+    """Return the native architecture that config.json names, or whose ``model_type`` it has if it
+    brings its own code for a causal language model; None if there is none."""
+    (name, *_) = values["architectures"]
+    if name in FAMILIES:
+        return str(name)
+    code = values.get("auto_map")
+    if not isinstance(code, dict) or "AutoModelForCausalLM" not in code:
+        return None
+    return MODEL_TYPES.get(str(values.get("model_type")))

@@ -21,9 +21,10 @@ import xxhash
 
 from quire.base.errors import CheckpointError, InvalidArgument
 from quire.models.families import LoadedModel, canonical_of
+from quire.models.quantized import read_quantized
 from quire.models.rope_config import LengthRule, length_rule
 from quire.models.sources import read_config, weight_files
-from quire.weights.gguf_blocks import BLOCKS
+from quire.weights.floats import DTYPES
 from quire.weights.gguf_container import is_gguf
 
 logger = logging.getLogger(__name__)
@@ -47,7 +48,8 @@ class ModelFingerprint:
     config: str
     """SHA-256 (hex) of the canonical JSON that decides the logits, without context and dtype."""
     weights: str
-    """XXH3-128 (hex) of the bytes of the files, then "-gguf" and the formats in a GGUF file, then
+    """XXH3-128 (hex) of the bytes of the files, then "-gguf" or the
+    ``quant_method`` of a quantised checkpoint and the formats in the files, then
     "-int8", "-int4" or "-fp8" if the weights were quantised."""
     length: str = ""
     """The range of ``max_model_len`` with the same RoPE frequencies; "" if they do not depend on
@@ -72,8 +74,9 @@ def model_fingerprint(path: str | os.PathLike[str], model: LoadedModel) -> Model
 
 
 def _formats(path: Path, model: LoadedModel) -> Iterator[str]:
-    if is_gguf(path):
-        yield f"gguf:{'+'.join(sorted(model.formats))}"
+    quantized = None if is_gguf(path) else read_quantized(model.config)
+    if is_gguf(path) or quantized is not None:
+        yield f"{'gguf' if quantized is None else quantized.method}:{'+'.join(sorted(model.formats))}"
     if kept := kept_formats(model):
         yield f"blocks:{'+'.join(sorted(kept))}"
     if model.quantization:
@@ -81,8 +84,8 @@ def _formats(path: Path, model: LoadedModel) -> Iterator[str]:
 
 
 def kept_formats(model: LoadedModel) -> list[str]:
-    """Return the formats of blocks that kernels multiply as they are."""
-    return [name for name, size in model.formats.items() if name in BLOCKS and model.expanded.get(name, 0) < size]
+    """Return the formats that kernels multiply as they are, besides floats."""
+    return [name for name, size in model.formats.items() if name not in DTYPES and model.expanded.get(name, 0) < size]
 
 
 def length_rule_of(model: LoadedModel) -> LengthRule | None:

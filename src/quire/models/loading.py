@@ -25,11 +25,13 @@ from quire.contracts.layers import LayerSpec
 from quire.contracts.linear import BlockKernel
 from quire.models.families import Family, LoadedModel, family_of, is_foreign
 from quire.models.processor import Processor
+from quire.models.quantized import read_quantized, without_section
 from quire.models.sources import open_weights, read_config
 from quire.weights.block_panels import KINDS
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.gguf_blocks import SIZES
 from quire.weights.gguf_container import is_gguf
+from quire.weights.integer_codes import IntegerCodes
 from quire.weights.lazy_parameters import LazyParameters
 from quire.weights.packed import FORMS
 from quire.weights.places import Place, expand, parameter_dtypes, parameter_shapes
@@ -95,12 +97,12 @@ def load_model(
     if is_foreign(values):
         return _load_foreign(path, values, device, dtype, before_weights)
     try:
-        family = family_of(values)
-        config = family.read_config(values, max_model_len)
+        family, quantized = family_of(values), read_quantized(values)
+        config = family.read_config(without_section(values), max_model_len)
     except QuireError as error:
         error.about(f"{path}, whose metadata make the config.json" if is_gguf(path) else str(path))
         raise
-    with Checkpoint(open_weights(path)) as checkpoint:
+    with Checkpoint(open_weights(path, quantized)) as checkpoint:
         num_layers = config.num_layers
         if num_layers > len(checkpoint.tensors):  # Also bounds the table that a damaged config.json could ask for.
             raise CheckpointError(
@@ -128,7 +130,7 @@ def load_model(
             weights = LazyParameters(checkpoint, places, resolved, device, bar)
             model = family.build(config, weights, values)
             model.places = places
-            model.formats = checkpoint.formats(one for name, place in places.items() for one in place.stored(name))
+            model.formats = checkpoint.formats(places)
             weights.release()
             if model.pack(replace(kernels, read=weights.read, stored=weights.stored)):
                 logger.info("%s: weights are laid out for this machine's products", path)
@@ -176,9 +178,9 @@ def _check_tied(checkpoint: Checkpoint, family: Family, config: Any) -> None:
     if not trunk.tie_embeddings:
         return
     untied = replace(trunk, tie_embeddings=False)
-    table = family.name_tables(untied if trunk is config else replace(config, trunk=untied))[0]
-    names = {place.parameter: name for name, place in table.items()}
-    checkpoint.check_tied(names["head.weight"], names["embed.weight"])
+    for table in family.name_tables(untied if trunk is config else replace(config, trunk=untied)):
+        names = {place.parameter: name for name, place in table.items()}
+        checkpoint.check_tied(names["head.weight"], names["embed.weight"])
 
 
 def resolve_dtype(
@@ -221,7 +223,9 @@ def _weight_bytes(places: Mapping[str, Place], dtype: torch.dtype, device: torch
     form, in_blocks = kernels.quantization, dict[str, float]()
     if form is None and isinstance(kernels.linear, BlockKernel):
         for place in places.values():
-            if place.format.name in KINDS:
+            if isinstance(place.format, IntegerCodes) and place.format.is_scaled:
+                in_blocks[place.parameter] = float(place.format.bits)
+            elif place.format.name in KINDS:
                 numbers, size = SIZES[place.format.name]
                 in_blocks[place.parameter] = min(in_blocks.get(place.parameter, 64.0), 8 * size / numbers)
     kept = parameter_dtypes(places)

@@ -109,7 +109,7 @@ def experts_of(config: MixtureConfig, layer: int, parameters: Parameters, gate: 
     ):
         name = f"{layer}.experts.{part}"
         weight = late(parameters, f"{name}.weight").view(config.num_experts, outs, ins)
-        maps.append(ExpertLinear(weight, parameters.get(f"{name}.bias")))
+        maps.append(ExpertLinear(weight, parameters.get(f"{name}.bias"), name))
     return Experts(maps[0], maps[1], gate)
 
 

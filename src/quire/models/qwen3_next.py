@@ -28,6 +28,7 @@ from quire.models.mixture import (
     read_layer_numbers,
     read_num_experts,
 )
+from quire.models.rope_config import without_sections
 from quire.models.tensor_names import LLAMA_NAMES, IgnorableNames, ignorable_names, name_table
 from quire.nn.delta import DeltaShape, GatedDeltaNet
 from quire.nn.norm import GatedRMSNorm
@@ -71,12 +72,12 @@ def read_qwen3_next_config(values: Mapping[str, Any], max_model_len: int | None 
 
 def read_qwen3_5_config(values: Mapping[str, Any], max_model_len: int | None = None) -> DeltaConfig:
     """Read ``Qwen3_5ForCausalLM``."""
-    return _read_dense(ConfigFields(_without_sections(values)), "Qwen3_5ForCausalLM", max_model_len)
+    return _read_dense(ConfigFields(without_sections(values)), "Qwen3_5ForCausalLM", max_model_len)
 
 
 def read_qwen3_5_moe_config(values: Mapping[str, Any], max_model_len: int | None = None) -> DeltaConfig:
     """Read ``Qwen3_5MoeForCausalLM``: experts in every block."""
-    return _read_mixture(ConfigFields(_without_sections(values)), "Qwen3_5MoeForCausalLM", max_model_len)
+    return _read_mixture(ConfigFields(without_sections(values)), "Qwen3_5MoeForCausalLM", max_model_len)
 
 
 def read_qwen3_5_with_vision_config(values: Mapping[str, Any], max_model_len: int | None = None) -> DeltaConfig:
@@ -98,7 +99,7 @@ def _text_of(values: Mapping[str, Any], model_type: str, architecture: str) -> C
     if fields.get("model_type") not in (None, model_type):
         raise fields.error("model_type", f"{model_type!r}, which goes with {architecture}")
     fields.get("vision_config")
-    text = _without_sections(fields.mapping("text_config"))
+    text = without_sections(fields.mapping("text_config"))
     tied = fields.flag("tie_word_embeddings", bool(text.get("tie_word_embeddings", False)))
     if text.setdefault("tie_word_embeddings", tied) != tied:
         raise fields.error("tie_word_embeddings", f"that of text_config ({text['tie_word_embeddings']!r})")
@@ -120,16 +121,6 @@ def _read_mixture(fields: ConfigFields, architecture: str, max_model_len: int | 
     fields.expect("decoder_sparse_step", 1)
     trunk = MixtureConfig(**_trunk(fields, geometry), **_experts(fields, renormalise=True))
     return _config(fields, trunk, interleaved=False)
-
-
-def _without_sections(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop the sections of the head that rotate by time, height and width: text has one
-    position."""
-    found = dict(values)
-    for name in ("rope_parameters", "rope_scaling"):
-        if isinstance(found.get(name), dict):
-            found[name] = {key: one for key, one in found[name].items() if not key.startswith("mrope_")}
-    return found
 
 
 def _geometry(fields: ConfigFields, architecture: str, model_type: str, max_model_len: int | None) -> DecoderGeometry:

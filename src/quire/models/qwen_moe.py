@@ -7,6 +7,7 @@ checkpoints have a tensor for each projection of each expert; transformers 5 can
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from quire.models.config_fields import ConfigFields, config_reader
@@ -27,6 +28,7 @@ from quire.models.mixture import (
     read_num_experts,
 )
 from quire.ops.experts import Routing
+from quire.weights.floats import TRANSPOSED
 from quire.weights.places import NameTable
 
 
@@ -59,8 +61,13 @@ def read_qwen3_moe_config(fields: ConfigFields, max_model_len: int | None) -> Mi
 
 
 def qwen_moe_spellings(config: MixtureConfig) -> tuple[NameTable, ...]:
-    """Return one name table for single experts and one for stacked experts."""
-    return mixture_names(config, projections=("gate_proj", "up_proj", "down_proj")), mixture_names(config)
+    """Return name tables for single experts, for stacked ones, and for stacked ones whose inputs
+    come before their outputs (Qwen3-VL)."""
+    stacked = mixture_names(config)
+    swapped = {
+        name: replace(place, format=TRANSPOSED) if len(place.shape) == 3 else place for name, place in stacked.items()
+    }
+    return mixture_names(config, projections=("gate_proj", "up_proj", "down_proj")), stacked, swapped
 
 
 def _window(fields: ConfigFields) -> int | None:

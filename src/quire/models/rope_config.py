@@ -360,3 +360,14 @@ def length_rule(values: Mapping[str, Any], ropes: Collection[RopeSpec], length: 
                 f"by their own length, have other logits than there; with max_model_len {border} or less they have the same",
             )
     return None
+
+
+def without_sections(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Drop the sections of the head that rotate by time, height and width: text has one
+    position."""
+    found = dict(values)
+    for name in ("rope_parameters", "rope_scaling"):
+        if isinstance(rope := found.get(name), dict):
+            kept = {key: one for key, one in rope.items() if not key.startswith("mrope_")}
+            found[name] = {key: "default" if one == "mrope" else one for key, one in kept.items()}
+    return found

@@ -106,10 +106,12 @@ class ExpertLinear:
     None, and either each map has its own packed weight or ``stack`` holds all packed weights and
     ``maps`` is empty."""
 
-    __slots__ = ("bias", "count", "maps", "stack", "weight")
+    __slots__ = ("bias", "count", "maps", "name", "stack", "weight")
 
-    def __init__(self, weight_XOI: Tensor, bias_XO: Tensor | None = None) -> None:
+    def __init__(self, weight_XOI: Tensor, bias_XO: Tensor | None = None, name: str = "") -> None:
+        """``name``: the model's parameter without ``.weight``."""
         self.weight: Tensor | None = weight_XOI
+        self.name = name
         self.bias = bias_XO
         self.count = len(weight_XOI)
         self.stack: LinearStack | None = None

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from quire.contracts.block_calls import LayerKernels
-from quire.contracts.linear import BlockKernel, LinearMap, WeightForm
+from quire.contracts.linear import BlockKernel, BlockRows, CodeKernel, CodeRows, LinearMap, WeightForm
 from quire.nn.linear import Linear
 from quire.weights.packed import unpack
 
@@ -101,12 +101,17 @@ def packed(plain: Linear, kernels: LayerKernels = PLAIN) -> Linear:
 
 
 def kept(plain: Linear, kernels: LayerKernels) -> LinearMap | None:
-    """Return the map over the file's own blocks; None if there are none, or no product for them."""
+    """Return the map over the file's own blocks or codes; None if there are none, or no product for
+    them."""
     kernel = kernels.linear
     if kernels.stored is None or kernels.quantization is not None or not isinstance(kernel, BlockKernel):
         return None
     parts = kernels.stored(plain.weight)
-    return kernel.pack_blocks(parts, plain.in_features, plain.bias, plain.weight.dtype) if parts else None
+    codes = [part for part in parts if isinstance(part, CodeRows)]
+    if codes:
+        return kernel.pack_codes(codes, plain.bias, plain.weight.dtype) if isinstance(kernel, CodeKernel) else None
+    blocks = [part for part in parts if isinstance(part, BlockRows)]
+    return kernel.pack_blocks(blocks, plain.in_features, plain.bias, plain.weight.dtype) if blocks else None
 
 
 def pack_maps(layer: object, kernels: LayerKernels) -> int:

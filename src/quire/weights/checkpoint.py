@@ -19,11 +19,18 @@ from torch import Tensor
 
 from quire.base.errors import CheckpointError
 from quire.contracts.weights import StoredTensor, WeightSource
-from quire.weights.floats import DTYPES
+from quire.weights.floats import DTYPES, Floats
 from quire.weights.gguf_blocks import BLOCKS, SIZES
 from quire.weights.places import Place
 from quire.weights.safetensors_files import some
 
+FURTHER_SIZES: Mapping[str, tuple[int, int]] = {
+    **dict.fromkeys(("BOOL", "F8_E4M3", "F8_E5M2", "F8_E8M0"), (1, 1)),
+    **dict.fromkeys(("U16",), (1, 2)),
+    **dict.fromkeys(("U32",), (1, 4)),
+    **dict.fromkeys(("U64", "C64"), (1, 8)),
+}
+"""Types of safetensors files that GGUF files lack, as in ``SIZES``."""
 _COMPARED = 4096
 """Rows of a table compared at a time."""
 
@@ -42,15 +49,21 @@ class Checkpoint:
         self.source.close()
 
     def choose(self, name_tables: Sequence[Mapping[str, Place]]) -> Mapping[str, Place]:
-        """Return the spelling with the fewest missing tensors, the first among equals, in the
-        formats of the files."""
-        places = min(name_tables, key=lambda places: sum(name not in self.tensors for name in _stored(places)))
-        return {
-            name: place
-            if (found := self.source.format(name, place.format)) == place.format
-            else replace(place, format=found)
-            for name, place in places.items()
-        }
+        """Return the spelling with the fewest missing tensors, then the fewest of another shape,
+        the first among equals, in the formats of the files."""
+
+        def faults(places: Mapping[str, Place]) -> tuple[int, int]:
+            stored = _stored(places)
+            there = [(self.tensors[name].shape, wanted) for name, wanted in stored.items() if name in self.tensors]
+            wrong = sum(shape not in (wanted.shape, *wanted.others) for shape, wanted in there)
+            return len(stored) - len(there), wrong
+
+        found = [{name: self._in_format(name, place) for name, place in places.items()} for places in name_tables]
+        return min(found, key=faults)
+
+    def _in_format(self, name: str, place: Place) -> Place:
+        found = self.source.format(name, place.format)
+        return place if found == place.format else replace(place, format=found)
 
     def check(self, places: Mapping[str, Place], ignorable: Container[str] = ()) -> None:
         """Raise ``CheckpointError`` unless the files hold exactly these tensors, with these shapes
@@ -63,7 +76,7 @@ class Checkpoint:
         )
         for name, wanted in stored.items():
             header = self.tensors[name]
-            if header.shape != wanted.shape:
+            if header.shape not in (wanted.shape, *wanted.others):
                 raise self.misshapen(name, header.shape, wanted.shape)
             if header.dtype not in wanted.dtypes:
                 raise CheckpointError(
@@ -92,7 +105,7 @@ class Checkpoint:
     def check_tied(self, head: str, embedding: str) -> None:
         """Raise ``CheckpointError`` if the head of a model that config.json ties to its embedding
         is stored with other values. Reads both tensors if both are present."""
-        if head not in self.tensors:
+        if head not in self.tensors or embedding not in self.tensors:
             return
         if self.tensors[head].shape == self.tensors[embedding].shape:
             parts = zip(*(torch.split(self.source.read(name), _COMPARED) for name in (head, embedding)), strict=True)
@@ -110,10 +123,10 @@ class Checkpoint:
 
     def dtype(self, names: Iterable[str]) -> torch.dtype:
         """Return the element type of most weights among these tensors (a few norms may have another
-        type); float32 if none has a float type."""
+        type); float32 if none has a float type. Codes of other formats have no tensor of their
+        name, or no such type."""
         elements = dict.fromkeys(DTYPES, 0)
-        for name in names:
-            header = self.tensors[name]
+        for header in (self.tensors[name] for name in names if name in self.tensors):
             # Numbers of quantised formats need no more than bfloat16.
             kind = "BF16" if header.dtype in BLOCKS else header.dtype
             if kind in elements:
@@ -123,25 +136,26 @@ class Checkpoint:
     def fill(self, name: str, place: Place, parameter: Tensor) -> None:
         """Write the weights of tensor ``name`` to their rows of ``parameter``."""
         stored = {one: self.source.read(one) for one in place.stored(name)}
-        place.format.expand(
-            f"{self.tensors[name].file}: {name}", stored, parameter.narrow(0, place.row, place.shape[0])
-        )
+        file = self.tensors[next(iter(stored))].file
+        place.format.expand(f"{file}: {name}", stored, parameter.narrow(0, place.row, place.shape[0]))
 
     def nbytes(self, names: Iterable[str]) -> int:
         """Return the bytes of tensors in their files."""
         return sum(self._bytes_of(name) for name in names)
 
-    def formats(self, names: Iterable[str]) -> dict[str, int]:
-        """Return the bytes of tensors in their files, by the types of their elements or the
-        formats of their blocks, the greatest first."""
+    def formats(self, places: Mapping[str, Place]) -> dict[str, int]:
+        """Return the bytes of tensors in their files, by their formats, or the types of their
+        elements if these are floats, the greatest first."""
         found: Counter[str] = Counter()
-        for name in names:
-            found[self.tensors[name].dtype] += self._bytes_of(name)
+        for name, place in places.items():
+            stored = list(place.stored(name))
+            kind = self.tensors[stored[0]].dtype if isinstance(place.format, Floats) else place.format.name
+            found[kind] += self.nbytes(stored)
         return dict(found.most_common())
 
     def _bytes_of(self, name: str) -> int:
         header = self.tensors[name]
-        numbers, nbytes = SIZES[header.dtype]
+        numbers, nbytes = FURTHER_SIZES.get(header.dtype) or SIZES[header.dtype]
         return math.prod(header.shape) // numbers * nbytes
 
 

@@ -17,10 +17,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from quire.base.errors import ResourceExhausted
-from quire.contracts.linear import BlockRows
+from quire.contracts.linear import BlockRows, CodeRows
 from quire.weights.checkpoint import Checkpoint
+from quire.weights.floats import Floats
 from quire.weights.gguf_blocks import GgufBlocks
 from quire.weights.gguf_files import GgufFiles
+from quire.weights.integer_codes import IntegerCodes
 from quire.weights.places import Place, parameter_dtypes, parameter_shapes
 
 
@@ -90,10 +92,12 @@ class LazyParameters(Mapping[str, Tensor]):
         values = self._values(late)
         return values.as_strided(weight.shape, weight.stride(), values.storage_offset() + weight.storage_offset())
 
-    def stored(self, weight: Tensor) -> list[BlockRows]:
-        """Return the rows of ``weight``, a matrix or one of a stack, in the blocks of its file;
-        empty if it has other formats."""
+    def stored(self, weight: Tensor) -> list[BlockRows] | list[CodeRows]:
+        """Return the rows of ``weight``, a matrix or one of a stack, in the blocks or codes of its
+        file; empty if it has other formats."""
         late = self._lazy.get(weight.untyped_storage().data_ptr())
+        if late is not None and late.name in self._unread and (codes := self._codes(late, weight)):
+            return codes
         if late is None or late.name not in self._unread or weight.ndim != 2 or not weight.is_contiguous():
             return []
         if (inputs := weight.shape[1]) != late.shape[-1]:
@@ -119,12 +123,35 @@ class LazyParameters(Mapping[str, Tensor]):
         is_mapped = isinstance(source, GgufFiles) and source.is_mapped(rows_RB)
         return BlockRows(f"{source.tensors[name].file}: {name}", kind, rows_RB[part], is_mapped)
 
+    def _codes(self, late: _Lazy, weight: Tensor) -> list[CodeRows]:
+        """Return the rows of a matrix, which may be a part of a parameter such as an expert."""
+        if weight.ndim != 2 or not weight.is_contiguous() or weight.shape[-1] != late.shape[-1]:
+            return []
+        first = weight.storage_offset() // weight.shape[1]
+        stop = first + len(weight)
+        places = sorted(self._tensors[late.name].items(), key=lambda item: item[1].row)
+        inside = [(name, place) for name, place in places if first <= place.row < stop]
+        if sum(place.shape[0] for _, place in inside) != len(weight):
+            return []
+        found = []
+        for name, place in inside:
+            if not isinstance(place.format, IntegerCodes) or not place.format.is_scaled:
+                return []
+            stored = {one: self._checkpoint.source.read(one) for one in place.stored(name)}
+            where = f"{self._checkpoint.tensors[next(iter(stored))].file}: {name}"
+            rows, columns = place.shape
+            codes = place.format.codes(where, stored, rows, columns, slice(0, rows))
+            scales = place.format.scales(where, stored, rows, columns).expand(rows, -1)
+            found.append(CodeRows(place.format.bits, place.format.group or columns, codes, scales))
+        self._count(late.name)
+        return found
+
     def expanded(self) -> dict[str, int]:
-        """Return the bytes of tensors in blocks whose values were read, by their formats."""
+        """Return the bytes of tensors in other formats than floats whose values were read."""
         found: Counter[str] = Counter()
         for tensors in (self._tensors[name] for name in self._filled):
             for name, place in tensors.items():
-                if isinstance(place.format, GgufBlocks):
+                if not isinstance(place.format, Floats):
                     found[place.format.name] += self._checkpoint.nbytes(place.stored(name))
         return dict(found.most_common())
 

@@ -7,6 +7,8 @@ Letters: O output, I input features; G inputs of a group, g groups of a row; p p
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,12 +16,14 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from quire.contracts.linear import PackedMatrix
+from quire.contracts.linear import CodeRows, PackedMatrix
 
 PANEL = 32
 """Outputs of a panel."""
 INT4_BITS = torch.tensor([16 * (i % 2) + 4 * (i // 2) for i in range(8)])
 """First bits of eight inputs in a word."""
+INT4_LOW, INT4_HIGH = [0, 4, 1, 5], [2, 6, 3, 7]
+"""Inputs of a word in the low and high halves of its bytes."""
 SMALLER_SCALES = (0.95, 0.9, 0.85, 0.8, 0.75)
 """Factors for a smaller INT4 scale: it clips the largest value and may fit most values better."""
 
@@ -154,6 +158,51 @@ class Int4Panels:
         words = (laid.view(len(laid), -1, 2, 16, 4) << torch.tensor([0, 8, 16, 24])).sum(-1)
         codes = words.permute(0, 2, 3, 1).unsqueeze(-1) >> INT4_BITS & 15
         return _scaled(codes.reshape(len(laid), PANEL, packed.inputs) - 8, packed)
+
+
+def pack_codes(parts: Sequence[CodeRows]) -> PackedMatrix | None:
+    """Return rows of codes, one part after the other, in panels with the same codes and scales.
+
+    None if a scale is no bfloat16, if a code of 8 bits is -128, or if the parts or their groups do
+    not fit.
+    """
+    bits, inputs = parts[0].bits, parts[0].codes_RI.shape[1]
+    form = Int4Panels() if bits == 4 else Int8Panels()
+    group = math.gcd(form.group(inputs), *(part.group for part in parts))
+    if any(part.bits != bits for part in parts) or group < 8:
+        return None
+    scales = torch.cat([_spread(part.scales_Rg, part.group // group) for part in parts])
+    codes = torch.cat([part.codes_RI for part in parts])
+    narrow = scales.bfloat16()
+    if not torch.equal(narrow.float(), scales.float()) or (bits == 8 and bool((codes == -128).any())):
+        return None
+    padded = _padded(codes).view(-1, PANEL, inputs)
+    if bits == 8:
+        laid = _lay((padded.abs() | (padded < 0).to(torch.int8) << 7).view(torch.uint8))
+    else:
+        words = (padded + 8).view(torch.uint8).view(len(padded), 2, 16, inputs // 8, 8)
+        low, high = words[..., INT4_LOW], words[..., INT4_HIGH]
+        laid = (low | high << 4).permute(0, 3, 1, 2, 4).reshape(len(padded), inputs // 8, 2, 64)
+    return PackedMatrix(form.name, len(codes), inputs, group, laid, _panels(_padded(narrow)))
+
+
+def _spread(scales_Rg: Tensor, times: int) -> Tensor:
+    return scales_Rg.repeat_interleave(times, 1)
+
+
+def codes_of(packed: PackedMatrix) -> tuple[Tensor, Tensor]:
+    """Return the codes int8 ``[O, I]`` and scales bfloat16 ``[O, g]`` of "int4" or "int8"."""
+    assert packed.scales is not None
+    scales = packed.scales.mT.reshape(-1, packed.inputs // packed.group)[: packed.outputs]
+    if packed.form == "int8":
+        found = _read(packed.values, packed.inputs)
+        codes = torch.where(found >= 128, -(found & 127).to(torch.int8), found.to(torch.int8))
+    else:
+        laid = packed.values.view(len(packed.values), -1, 2, 16, 4)
+        words = torch.empty(*laid.shape[:-1], 8, dtype=torch.uint8)
+        words[..., INT4_LOW], words[..., INT4_HIGH] = laid & 15, laid >> 4
+        codes = words.permute(0, 2, 3, 1, 4).reshape(len(laid), PANEL, -1).view(torch.int8) - 8
+    return codes.view(-1, packed.inputs)[: packed.outputs], scales
 
 
 def _int4_scales(values_OgG: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -51,11 +51,21 @@ def weight_files(path: Path) -> tuple[Path, ...]:
     return files
 
 
+def stored_names(path: Path) -> Collection[str]:
+    """Return the names of a checkpoint's tensors; ``CheckpointError`` as in ``weight_files``."""
+    if not (path / SINGLE_FILE).is_file():
+        weight_files(path)
+        return read_index(path)
+    source = SafetensorsFiles(path)
+    source.close()
+    return source.tensors
+
+
 def _no_weights(path: Path) -> CheckpointError:
     message = f"{path} holds neither {SINGLE_FILE} nor {INDEX_FILE}"
-    others = sorted(file.name for file in path.iterdir() if file.suffix in (".bin", ".pt", ".pth"))
+    others = sorted(file.name for file in path.iterdir() if file.suffix in (".bin", ".pt", ".pth", ".safetensors"))
     if others:
-        message += f", only {some(others)}: convert it to safetensors, for example with transformers' save_pretrained"
+        message += f", only {some(others)}: convert it to safetensors in that layout, for example with transformers' save_pretrained"
     return CheckpointError(message)
 
 
@@ -65,16 +75,28 @@ def some(names: Collection[str], limit: int = 4) -> str:
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
 
 
+class Formats(Protocol):
+    """The formats of a quantised checkpoint."""
+
+    def format(self, name: str, usual: WeightFormat, headers: Mapping[str, TensorHeader]) -> WeightFormat:
+        """Return the format of a tensor that checkpoints of its family usually store as
+        ``usual``."""
+
+    def reads(self, name: str) -> bool:
+        """Return whether a tensor belongs to weights; others are passed over."""
+
+
 class SafetensorsFiles:
     """``WeightSource`` over a directory of safetensors files.
 
     The constructor raises ``CheckpointError`` for missing or damaged files, or a wrong index.
+    ``formats`` None: the tensors lie in their families' formats.
     """
 
     configuration = "config.json"
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, formats: Formats | None = None) -> None:
+        self.path, self._formats = path, formats
         self.files = weight_files(path)
         self.tensors: dict[str, TensorHeader] = {}
         self._handles: dict[Path, Any] = {}
@@ -92,6 +114,8 @@ class SafetensorsFiles:
                 )
             if self.files[0].name != SINGLE_FILE:
                 self._check_index()
+            if formats is not None:
+                self.tensors = {name: header for name, header in self.tensors.items() if formats.reads(name)}
             self._open = stack.pop_all()
 
     def close(self) -> None:
@@ -100,9 +124,8 @@ class SafetensorsFiles:
         self._open.close()
 
     def format(self, name: str, usual: WeightFormat) -> WeightFormat:
-        """See ``WeightSource``. The family knows it."""
-        del name
-        return usual
+        """See ``WeightSource``."""
+        return usual if self._formats is None else self._formats.format(name, usual, self.tensors)
 
     def read(self, name: str) -> Tensor:
         """See ``WeightSource``."""

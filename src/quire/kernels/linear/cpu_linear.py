@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.base.errors import CheckpointError, InvalidArgument
-from quire.contracts.linear import BlockRows, PackedMatrix, WeightForm
+from quire.contracts.linear import BlockRows, CodeRows, PackedMatrix, WeightForm
 from quire.kernels.native_library import NativeLibrary, native_library
 from quire.weights import packed as reference
 from quire.weights.block_panels import GROUP, KINDS, fits_panels
+from quire.weights.panels import pack_codes
 
 PANEL = 32
 """Outputs of a panel."""
@@ -166,6 +167,18 @@ class NativeLinear:
                 raise CheckpointError(f"{part.name} has a scale in {part.kind} that is not finite; the file is damaged")
         outputs = sum(rows for _, rows in kinds)
         packed = PackedMatrix("blocks", outputs, inputs, GROUP, values, None, kinds)
+        bias = None if bias_O is None else bias_O.float().contiguous()
+        return NativeMap(self._run, packed, bias, dtype, self.level, self._parallel)
+
+    def pack_codes(self, parts: Sequence[CodeRows], bias_O: Tensor | None, dtype: torch.dtype) -> NativeMap | None:
+        """See ``contracts.linear.CodeKernel``."""
+        if dtype not in DTYPES or (made := pack_codes(parts)) is None:
+            return None
+        assert made.scales is not None
+        values, scales = (self._memory.empty(tuple(one.shape), one.dtype) for one in (made.values, made.scales))
+        values.copy_(made.values)
+        scales.copy_(made.scales)
+        packed = PackedMatrix(made.form, made.outputs, made.inputs, made.group, values, scales)
         bias = None if bias_O is None else bias_O.float().contiguous()
         return NativeMap(self._run, packed, bias, dtype, self.level, self._parallel)
 

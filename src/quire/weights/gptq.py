@@ -1,0 +1,74 @@
+"""GPTQ: codes in words along the inputs, with a zero and a scale for a group of inputs.
+
+The group of each input may be listed, because activations ordered the inputs (``desc_act``).
+Letters: I inputs, O outputs, g groups, W words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.contracts.weights import StoredTensor
+from quire.weights.integer_codes import checked_groups
+from quire.weights.scaled_float8 import matrix
+from quire.weights.scales import Shape, check_finite, parts, whole, write
+
+
+@dataclass(frozen=True, slots=True)
+class Gptq:
+    """``NAME.qweight`` int32 ``[W, O]``, ``NAME.qzeros`` int32 ``[g, W]``, ``NAME.scales``
+    ``[g, O]`` and perhaps ``NAME.g_idx`` ``[I]``."""
+
+    bits: int
+    """2, 4 or 8"""
+    group: int
+    """Inputs that share a scale; 0: all."""
+    zeros_less_one: bool = True
+    """Whether zeros are stored less 1 (the format "gptq"; "gptq_v2" has them as they are)."""
+    has_order: bool = False
+    is_plain: bool = False
+
+    @property
+    def name(self) -> str:
+        """See ``WeightFormat``."""
+        return f"gptq int{self.bits}" + (f" group {self.group}" if self.group else "")
+
+    def stored(self, name: str, shape: Shape) -> dict[str, StoredTensor]:
+        """See ``WeightFormat``."""
+        rows, columns = matrix(self.name, name, shape)
+        base, groups = name.removesuffix(".weight"), whole(columns, self.group or columns)
+        words = whole(columns * self.bits, 32)
+        found = {
+            f"{base}.qweight": StoredTensor(shape=(words, rows), dtypes=("I32",)),
+            f"{base}.qzeros": StoredTensor(shape=(groups, whole(rows * self.bits, 32)), dtypes=("I32",)),
+            f"{base}.scales": StoredTensor(shape=(groups, rows), dtypes=("F16", "BF16", "F32")),
+        }
+        if self.has_order:
+            found[f"{base}.g_idx"] = StoredTensor(shape=(columns,), dtypes=("I32", "I64"))
+        return found
+
+    def expand(self, name: str, stored: Mapping[str, Tensor], out: Tensor) -> None:
+        """See ``WeightFormat``. Values are rounded to the element type of the scales."""
+        words, zeros, scales_gO, *order = stored.values()
+        rows, columns = out.shape
+        check_finite(name, scales_gO)
+        zeros_gO = self._codes(zeros, rows)
+        if self.zeros_less_one:
+            zeros_gO = zeros_gO + 1 & (1 << self.bits) - 1
+        groups = torch.arange(columns) // (self.group or columns)
+        if order:
+            groups = checked_groups(name, order[0], len(scales_gO))
+        for some in parts(columns, rows, 32):
+            stretch = words[some.start * self.bits // 32 : whole(some.stop * self.bits, 32)]
+            codes = self._codes(stretch.mT, some.stop - some.start).mT - zeros_gO[groups[some]]
+            write(name, (codes.to(scales_gO.dtype) * scales_gO[groups[some]]).mT, out[:, some])
+
+    def _codes(self, words: Tensor, count: int) -> Tensor:
+        """Return codes int16 ``[.., count]`` of words, the lowest bits first."""
+        shifts = torch.arange(0, 8, self.bits, dtype=torch.uint8)
+        found = words.contiguous().view(torch.uint8).unsqueeze(-1) >> shifts & (1 << self.bits) - 1
+        return found.flatten(1)[:, :count].to(torch.int16)
