@@ -141,7 +141,7 @@ def _names(
         values = {**values, "tie_word_embeddings": False}
         if isinstance(text := values.get("text_config"), dict):
             values["text_config"] = {**text, "tie_word_embeddings": False}
-    tables = [expand(table, config.num_layers) for table in family.spellings(config)]
+    tables = [expand(table, config.num_layers) for table in family.name_tables(config)]
     single = [
         table
         for table in tables
