@@ -94,7 +94,7 @@ class LazyParameters(Mapping[str, Tensor]):
 
     def _values(self, late: _Lazy) -> Tensor:
         (tensor, place), *others = self._tensors[late.name].items()
-        if not others and place.format.is_plain:
+        if not others and place.format.is_plain and place.whole is None:
             found = self._checkpoint.source.read(tensor)
             if found.dtype == late.dtype:
                 self._count(late.name)
