@@ -234,7 +234,7 @@ def test_hashes_of_runs_depend_on_nothing_else() -> None:
 
 
 def test_matching_is_quick() -> None:
-    """100,000 tokens and 10,000 chunks: 8 ms of processor time, here at most 50, the best of some tries."""
+    """100,000 tokens and 10,000 chunks: 8 ms of processor time, at most 50, the best of some tries."""
     rng = np.random.default_rng(1)
     texts = [rng.integers(0, 50_000, int(size)) for size in rng.integers(100, 1500, 10_000)]
     chunks = KnownChunks(PARENT, {TokenSums(one).key(PARENT, 0, one.size): "memory" for one in texts})

@@ -45,7 +45,7 @@ def divided_config(config: Any, share: Share) -> DecoderConfig:
         replace(one, num_heads=one.num_heads // size, num_kv_heads=max(1, one.num_kv_heads // size))
         for one in config.layers
     )
-    inner: dict[str, int] = {"intermediate_size": config.intermediate_size}
+    inner: dict[str, Any] = {"intermediate_size": config.intermediate_size}
     if isinstance(config, MixtureConfig):
         inner |= {"expert_size": config.expert_size, "shared_size": config.shared_size}
         if len(config.dense_layers) == 0:

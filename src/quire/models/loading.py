@@ -79,9 +79,9 @@ def load_model(
     frequencies of a RoPE that depends on length, and changes nothing in other models. ``kernels``
     are given to the layers that support them. ``before_weights`` is called before the weights are
     read, and may raise to refuse the model; the ``Outline`` of a fallback model has no layers,
-    because they are unknown until they run. ``group``: the ranks that divide the model; this process
-    loads its rank's part (``models.division``). ``transformers``, if installed, runs architectures that
-    are not native (``models.fallback``).
+    because they are unknown until they run. ``group``: the ranks that divide the model; this
+    process loads its rank's part (``models.division``). ``transformers``, if installed, runs
+    architectures that are not native (``models.fallback``).
 
     Raise ``CheckpointError`` if the directory or a file is missing, damaged or contradicts
     ``config.json``, ``Unsupported`` for an architecture or option that is not computed, and

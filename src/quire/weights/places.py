@@ -58,7 +58,9 @@ class Place:
                 sizes = zip(self.whole.parts, self.parts, strict=True) if several else [(wide, own)]
                 weights, start, found = weights, 0, []
                 for part, kept in sizes:
-                    found.append(weights.narrow(axis, start + self.share.rank * (part // kept) // self.share.size * kept, kept))
+                    found.append(
+                        weights.narrow(axis, start + self.share.rank * (part // kept) // self.share.size * kept, kept)
+                    )
                     start += part
                 weights = torch.cat(found, axis) if several else found[0]
         return weights
