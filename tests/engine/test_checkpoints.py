@@ -138,7 +138,7 @@ def test_checkpoints_of_an_executor_are_its_own(make_llm: MakeLLM, hybrid: Check
     runner.execute(Step(chunks=(Chunk(seq, random_tokens(30), checkpoints=(3, 20)),)))
     engine = engine_of(llm)
     assert engine.checkpoints is not None
-    while engine.checkpoints.give_up():
+    while engine.checkpoints.drop_one():
         pass
     assert engine.checkpoints.num_dropped > 0
     assert kept(llm, seq) == [3, 20]
@@ -220,7 +220,7 @@ def test_sessions_that_were_written_into_keep_their_states(make_llm: MakeLLM, hy
     assert session._state.seq is not None
     before = kept(llm, session._state.seq)
     assert before
-    while engine.checkpoints.give_up():
+    while engine.checkpoints.drop_one():
         pass
     assert kept(llm, session._state.seq) == before
 
@@ -313,7 +313,7 @@ def request(length: int, computed: int, seq: SeqId = 0, **changes: Any) -> Reque
 def test_what_saves_least_goes_first_and_of_equals_the_oldest() -> None:
     slots = Slots(-1, {1: [64, 128, 130], 2: [64, 128], 3: [10]})
     made, dropped = policy(slots, 64, {1: 1, 2: 0, 3: 2})
-    while made.give_up():
+    while made.drop_one():
         pass
     # 2 tokens; 10 tokens; then 64 each, of the sequence used longest ago first, where the second
     # now saves 128.
