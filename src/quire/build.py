@@ -127,6 +127,8 @@ class Parts:
     identity: Identity
     adapters: NamedAdapters
     default_params: SamplingParams
+    ranks: Ranks | None
+    """The other processes that hold parts of the model; None: this one holds all."""
     notes: tuple[str, ...]
     """Decisions that a user may want to know of: the dtype taken, the size of the pool."""
 
@@ -299,7 +301,7 @@ def _build(config: EngineConfig, ranks: Ranks | None, *, progress: bool) -> Part
         return read_adapter(directory, model, admit=runner.adapters.admit)
 
     named = NamedAdapters(engine, read)
-    return Parts(config, path, engine, model, runner, tokenizer, identity, named, defaults, notes)
+    return Parts(config, path, engine, model, runner, tokenizer, identity, named, defaults, ranks, notes)
 
 
 RANK_MAIN = "from quire.rank_process import main; main"

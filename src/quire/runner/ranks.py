@@ -36,6 +36,7 @@ from quire.runner.local import LocalRunner, StepOutput
 
 TIMEOUT = timedelta(minutes=5)
 """Time that a rank waits for another one in a sum: longer than the longest forward."""
+ENDED = "a process that holds a part of the model has ended, or does not answer; load the model again"
 ANSWER_SECONDS = 20.0
 """Seconds that rank 0 waits for another rank to confirm that a step failed there too."""
 END_SECONDS = 5.0
@@ -66,7 +67,7 @@ class TorchGroup:
         try:
             self._group.allreduce([x]).wait()
         except RuntimeError as error:
-            raise RanksBroken(f"another rank ended, or did not answer: {error}") from error
+            raise RanksBroken(ENDED) from error
         return x
 
     def gather(self, x_RO: Tensor) -> Tensor | None:
@@ -77,7 +78,7 @@ class TorchGroup:
         try:
             self._group.gather(found, [x_RO.contiguous()], options).wait()
         except RuntimeError as error:
-            raise RanksBroken(f"another rank ended, or did not answer: {error}") from error
+            raise RanksBroken(ENDED) from error
         return torch.cat(found[0], -1) if self.rank == 0 else None
 
 
@@ -158,7 +159,7 @@ class Ranks:
             raise self._break(error) from error
 
     def _break(self, why: object) -> RanksBroken:
-        self.broken = f"a rank of the model has ended, so no step can run any more; load the model again ({why or 'it closed its end'})"
+        self.broken = f"{ENDED} ({why})" if str(why) else ENDED
         self.close()
         return RanksBroken(self.broken)
 
