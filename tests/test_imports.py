@@ -39,6 +39,7 @@ LAYERS = (
     {"engine"},
     {"sessions"},
     {"build"},
+    {"rank_process"},
     {"llm"},
     {"async_llm"},
     {"server"},

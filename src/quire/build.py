@@ -29,6 +29,7 @@ from quire.contracts.block_calls import LayerKernels
 from quire.contracts.kv_format import KVFormat
 from quire.contracts.layers import LayerSpec, Recurrent
 from quire.contracts.linear import Quantization
+from quire.contracts.ranks import Group, Share
 from quire.engine.assembly import make_engine
 from quire.engine.engine import Engine
 from quire.engine.named_adapters import NamedAdapters
@@ -85,6 +86,7 @@ from quire.runner.pool_budget import (
     sequence_bytes,
     short_pool,
 )
+from quire.runner.ranks import RankedRunner, Ranks, TorchGroup
 from quire.sampling.seen_tokens import SeenTokens
 from quire.speculation.draft_model import DraftModel, check_vocabulary, check_vocabulary_size
 from quire.store.memory import MemoryTier
@@ -124,17 +126,51 @@ class Parts:
     identity: Identity
     adapters: NamedAdapters
     default_params: SamplingParams
+    ranks: Ranks | None
+    """The other processes that hold parts of the model; None: this one holds all."""
     notes: tuple[str, ...]
     """Decisions that a user may want to know of: the dtype taken, the size of the pool."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankPart:
+    """The part that a rank loads."""
+
+    config: EngineConfig
+    path: Path
+    device: str
+    share: Share
+    meeting: Path
+    """Where the ranks' groups meet (``TorchGroup``)."""
 
 
 def build(config: EngineConfig, *, progress: bool = False) -> Parts:
     """Load a model and put an engine around it. Each misfit is one clear error, before memory is
     spent."""
+    if config.tensor_parallel_size == 1:
+        return _build(config, None, progress=progress)
+    for name in ("adapters", "store", "state_dir", "host_memory"):
+        if value := getattr(config, name):
+            allowed = "left out: ranks divide K, V and weights, which this release neither stores nor adapts then"
+            raise Unsupported(
+                f"{name} beside tensor_parallel_size {config.tensor_parallel_size} must be {allowed}",
+                field=name,
+                given=value,
+            )
+    ranks = Ranks(config.tensor_parallel_size, RANK_MAIN)
+    try:
+        return _build(config, ranks, progress=progress)
+    except BaseException:
+        ranks.close()
+        raise
+
+
+def _build(config: EngineConfig, ranks: Ranks | None, *, progress: bool) -> Parts:
     path = resolve_model(config.model, revision=config.revision)
     device = resolve_device(config.device)
     if device.type == "cpu":
         limit_threads()
+    group = None if ranks is None else meet(ranks, config, path, device)
     tokenizer = load_tokenizer(config, path)
     speculation = read_speculation("speculative", config.speculative)
     model = load_model(
@@ -145,7 +181,10 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
         max_model_len=config.max_model_len,
         kernels=layer_kernels(device, config.quantization),
         before_weights=lambda outline: check_outline(config, outline, device),
+        group=group,
     )
+    if ranks is not None:
+        ranks.wait()
     check_quantized(model, config.quantization)
     if device.type == "cpu":
         keep_freed_memory()
@@ -153,15 +192,25 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
         tokenizer.check_fits(model.vocab_size)
     max_len = longest_of(config, model.max_position)
     format = kv_format(config.kv_dtype, model.dtype)
-    adapters = make_adapters(model, config.adapter_ranks, config.adapter_memory)
+    adapters = (
+        make_adapters(model, config.adapter_ranks, config.adapter_memory)
+        if ranks is None
+        else AdapterPool.without_sites(f"adapters: tensor_parallel_size is {ranks.size}, and this release divides none")
+    )
     draft = None if speculation is None else load_draft_model(config, speculation, model, tokenizer, device, progress)
-    captures = device.type == "cuda" and not config.enforce_eager and not getattr(model, "fallback", False)
-    runs_ahead = device.type != "cpu" and config.async_scheduling
+    captures = (
+        device.type == "cuda" and ranks is None and not config.enforce_eager and not getattr(model, "fallback", False)
+    )
+    runs_ahead = device.type != "cpu" and ranks is None and config.async_scheduling
     budget = pool_budget(config, model, adapters, format, device, max_len, captures=captures)
     proposer: DraftModel | None = None
     if draft is not None:
         proposer, budget = make_draft_model(config, draft, model, budget, format, device, max_len)
+    if ranks is not None and device.type == "cpu" and config.kv_cache_memory is None:
+        budget = replace(budget, nbytes=budget.nbytes // ranks.size)
     sizes = pool_sizes(config, model.layer_specs, format, max_len, budget, slack=int(runs_ahead))
+    if ranks is not None:
+        ranks.tell([sizes] * (ranks.size - 1))
     state = make_state(
         model.layer_specs,
         sizes,
@@ -175,7 +224,11 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
     interval = checkpoint_interval(config, model.layer_specs, format)
     local = LocalRunner(model, state, device, adapters)
     runner: Runner = local
-    if captures and not state.static_refusal(1) and (memory := device_memory(device)):
+    if ranks is not None:
+        ranks.wait()
+        state.parts.share = Share(0, ranks.size)
+        runner = RankedRunner(local, ranks)
+    elif captures and not state.static_refusal(1) and (memory := device_memory(device)):
         runner = graphs = GraphRunner(local, CudaCapture(), longest=max_len)
         capture_usual(memory, graphs.capture, usual_sizes(config.max_num_seqs), progress)
     generation = read_generation_config(path)
@@ -189,7 +242,7 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
         enable_prefix_caching=config.enable_prefix_caching,
         checkpoint_interval=interval,
         seed=config.seed,
-        stored=StoredState(runner, make_store(config), identity),
+        stored=StoredState(runner, make_store(config) if ranks is None else None, identity),
         speculation=speculation,
         proposer=proposer,
     )
@@ -211,9 +264,10 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
     weights = f", {model.quantization} weights" if model.quantization else ""
     if kept := kept_formats(model):
         weights = f", weights in {', '.join(kept)} as the file has them"
+    part = "" if ranks is None else f", in each of {ranks.size} ranks"
     notes: tuple[str, ...] = (
         f"{model.architecture}, {model.num_parameters / 1e6:.1f}M parameters in {dtype_name(model.dtype)} on {device}{weights}, "
-        f"{model.parameter_bytes / 2**20:.0f} MiB",
+        f"{model.parameter_bytes / 2**20:.0f} MiB{part}",
         f"KV pool: {' and '.join(held)}, {state.num_bytes / 2**20:.0f} MiB"
         + (
             f", {bytes_per_token([spec for spec in model.layer_specs if isinstance(spec, ATTENTION)], format):,} bytes a token in all layers"
@@ -248,7 +302,33 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
         return read_adapter(directory, model, admit=runner.adapters.admit)
 
     named = NamedAdapters(engine, read)
-    return Parts(config, path, engine, model, runner, tokenizer, identity, named, defaults, notes)
+    return Parts(config, path, engine, model, runner, tokenizer, identity, named, defaults, ranks, notes)
+
+
+RANK_MAIN = "from quire.rank_process import main; main"
+"""The code that a rank's process runs, but for its argument."""
+
+
+def meet(ranks: Ranks, config: EngineConfig, path: Path, device: torch.device) -> Group:
+    """Let the other ranks begin to load their parts; return the group of all."""
+    if config.device == "auto" and device.type == "cuda" and torch.cuda.device_count() < ranks.size:
+        raise Unsupported(
+            f"tensor_parallel_size {ranks.size}: PyTorch sees {torch.cuda.device_count()} CUDA devices; give as many at most",
+            field="tensor_parallel_size",
+        )
+    first = device.index or 0
+    places = [str(device) if device.type == "cpu" else f"cuda:{first + rank}" for rank in range(ranks.size)]
+    parts = [RankPart(config, path, places[rank], Share(rank, ranks.size), ranks.meeting) for rank in range(ranks.size)]
+    ranks.tell(parts[1:])
+    ranks.wait()
+    if device.type == "cpu":
+        rank_threads(ranks.size)
+    return TorchGroup(parts[0].share, device, ranks.meeting)
+
+
+def rank_threads(size: int) -> None:
+    """Lower the number of threads to this rank's share of the cores."""
+    torch.set_num_threads(max(1, torch.get_num_threads() // size))
 
 
 def load_draft_model(

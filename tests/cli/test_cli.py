@@ -117,7 +117,14 @@ def test_config_file_sets_options_and_the_command_line_wins(
         (["generate", "x", "--max-tokens", "100000"], "quire: --max-tokens: This model's maximum context length is"),
         (["generate", "x", "--kv-cache-memory", "10"], "kv_cache_memory"),
         (["generate", "x", "--kv-cache-memory", "many"], "kv_cache_memory"),
-        (["generate", "x", "--tensor-parallel-size", "2"], "quire: --tensor-parallel-size: tensor_parallel_size=2"),
+        (
+            ["generate", "x", "--pipeline-parallel-size", "2"],
+            "quire: --pipeline-parallel-size: pipeline_parallel_size=2",
+        ),
+        (
+            ["generate", "x", "--tensor-parallel-size", "3"],
+            "quire: --tensor-parallel-size: tensor_parallel_size 3: 8 query heads do not divide by 3",
+        ),
         (["generate", "x", "--device", "cuda:99"], "cuda:99"),
         (["generate", "x", "--config", "/no/such.yaml"], "/no/such.yaml"),
         (["inspect", "/no/such.quire"], "/no/such.quire"),
@@ -778,9 +785,12 @@ def test_what_the_engine_refuses_is_refused(llm: LLM) -> None:
             lambda: LLM("tiny-python", speculative="mtp"),
         ],
         "LLM(quantization='awq')": [lambda: LLM("tiny-python", quantization="awq")],
-        "LLM(tensor_parallel_size=2), LLM(pipeline_parallel_size=2)": [
-            lambda: LLM("tiny-python", tensor_parallel_size=2),
-            lambda: LLM("tiny-python", pipeline_parallel_size=2),
+        "LLM(pipeline_parallel_size=2)": [lambda: LLM("tiny-python", pipeline_parallel_size=2)],
+        "LLM(tensor_parallel_size=2, adapters=..., store=..., state_dir=..., host_memory=...)": [
+            lambda: LLM("tiny-python", tensor_parallel_size=2, adapters={"a": "tiny-python-docstrings"}),
+            lambda: LLM("tiny-python", tensor_parallel_size=2, store=("memory://1MiB",)),
+            lambda: LLM("tiny-python", tensor_parallel_size=2, state_dir="somewhere"),
+            lambda: LLM("tiny-python", tensor_parallel_size=2, host_memory="1MiB"),
         ],
         "LLM(trust_remote_code=True)": [lambda: LLM("tiny-python", trust_remote_code=True)],
     }

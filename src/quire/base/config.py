@@ -137,7 +137,9 @@ class EngineConfig:
     attention_backend: str = option("auto", f"One of: {', '.join(ATTENTION_BACKENDS)}.")
     enforce_eager: bool = option(False, "Launch the kernels of decodes one by one, and capture none as CUDA graphs.")
     async_scheduling: bool = option(True, "On a GPU, queue the next step before the tokens of the last one are known.")
-    tensor_parallel_size: int = option(1, "Devices over which each layer is split; this release has 1 only.")
+    tensor_parallel_size: int = option(
+        1, "Processes, each with a device or a share of the cores, that divide each layer."
+    )
     pipeline_parallel_size: int = option(1, "Devices over which the layers are divided; this release has 1 only.")
     speculative: Speculation | str | None = option(  # noqa: RUF009
         None,
@@ -213,7 +215,6 @@ class EngineConfig:
         _set(self, check_int, "tensor_parallel_size", "pipeline_parallel_size", low=1)
         for name, supported, accepted in (
             ("attention_backend", self.attention_backend in ATTENTION_BACKENDS, _one_of(ATTENTION_BACKENDS)),
-            ("tensor_parallel_size", self.tensor_parallel_size == 1, "1"),
             ("pipeline_parallel_size", self.pipeline_parallel_size == 1, "1"),
             ("quantization", self.quantization in (None, *QUANTIZATIONS), f"{_one_of(QUANTIZATIONS)}, or left out"),
             ("trust_remote_code", not self.trust_remote_code, "False: code from a checkpoint is never run"),

@@ -104,6 +104,10 @@ class Unsupported(QuireError, NotImplementedError):
     """A verb or a combination that this model, device or kind of state does not have."""
 
 
+class RanksBroken(QuireError):
+    """A process that holds a part of the model has ended, so that no step can run any more."""
+
+
 class Cancelled(QuireError):
     """The running call was cancelled; ``token_ids`` holds the tokens sampled before."""
 

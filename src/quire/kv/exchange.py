@@ -58,6 +58,7 @@ def get_layout(state: StateParts) -> dict[str, Any]:
 
 
 def get_checkpoint_metadata(state: StateParts, seq_id: SeqId, *, checksums: bool = True) -> dict[str, Any]:
+    state.require_all_heads("get_checkpoint_metadata")
     sequence = require_whole(state, seq_id, "get_checkpoint_metadata")
     window = sequence.window
     found = describe(
@@ -128,6 +129,7 @@ def describe(
 
 
 def open_export(state: StateParts, seq_id: SeqId) -> SequenceExport:
+    state.require_all_heads("open_export")
     require_whole(state, seq_id, "open_export")
     return SequenceExport.of(state, seq_id)
 

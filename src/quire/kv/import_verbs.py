@@ -67,6 +67,7 @@ def import_need(state: StateParts, metadata: Mapping[str, Any], *, shared: int =
 def prepare_import(
     state: StateParts, seq_id: SeqId, metadata: Mapping[str, Any], *, parent: SeqId | None = None, shared: int = 0
 ) -> None:
+    state.require_all_heads("prepare_import")
     check_id(seq_id)
     if seq_id in state.sequences:
         raise InvalidArgument(f"prepare_import: sequence {seq_id} exists already; a new id is needed")

@@ -9,6 +9,7 @@ from quire.base.errors import InvalidArgument, Unsupported
 from quire.base.host_link import host_link
 from quire.base.types import SeqId
 from quire.contracts.layers import LayerSpec, StateTensor
+from quire.contracts.ranks import Share
 from quire.kv.encoders import EncoderPart
 from quire.kv.imports import Import
 from quire.kv.layer_classes import Layer, describe_ids
@@ -46,10 +47,20 @@ class StateParts:
         self.stored_specs = dict(stored_specs)
         """All layers with pages, by global id, ascending."""
         self.first_layer = first_layer
+        self.share: Share | None = None
+        """The rank whose heads these are; None: all heads are here."""
         self.imports: dict[SeqId, Import] = {}
         """Those under way."""
         self.link = host_link(paged.device)
         """How imports come to a device; None: they are written at once."""
+
+    def require_all_heads(self, verb: str) -> None:
+        """Raise ``Unsupported`` if the rows here are those of one rank's heads."""
+        if self.share is not None:
+            raise Unsupported(
+                f"{verb}: the model is divided, and this process holds the K and V of {self.share}; files, stores and "
+                "reads of K and V need tensor_parallel_size 1"
+            )
 
     def __iter__(self) -> Iterator[Part]:
         return iter(self._all)

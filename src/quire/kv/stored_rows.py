@@ -56,6 +56,7 @@ def debug_get_kv(
     relative: bool = False,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
+    state.require_all_heads("debug_get_kv")
     if state.encoders is not None and layer in state.encoders.specs:
         return read_encoder(state, state.encoders, layer, seq_id, start, end, out)
     _require_token_rows(state, seq_id, layer, "debug_get_kv")
@@ -75,6 +76,7 @@ def debug_get_kv_mla(
     relative: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
+    state.require_all_heads("debug_get_kv_mla")
     _require_token_rows(state, seq_id, layer, "debug_get_kv_mla")
     found = gathered(state, seq_id, start, end, layer, relative, None, "debug_get_kv_mla")
     rows = [row.k.squeeze(1) for row in found]
@@ -88,6 +90,7 @@ def debug_get_kv_mla(
 def debug_set_kv(
     state: StateParts, seq_id: SeqId, start: int, k: Tensor, v: Tensor | None = None, *, layer: int | None = None
 ) -> None:
+    state.require_all_heads("debug_set_kv")
     if state.encoders is not None and layer in state.encoders.specs:
         overwrite_encoder(state, state.encoders, layer, seq_id, start, k, v)
         return
@@ -134,6 +137,7 @@ def _require_token_rows(state: StateParts, seq_id: SeqId, layer: int | None, ver
 
 
 def debug_get(state: StateParts, layer_id: int, state_id: int, seq_id: SeqId, *, position: int | None = None) -> Tensor:
+    state.require_all_heads("debug_get")
     if position is not None:
         position = check_integer(position, "debug_get: position", 0)
     state.state_tensor(layer_id, state_id, "debug_get", seq_id)
@@ -147,6 +151,7 @@ def debug_get(state: StateParts, layer_id: int, state_id: int, seq_id: SeqId, *,
 
 
 def debug_set(state: StateParts, layer_id: int, state_id: int, seq_id: SeqId, data: Tensor) -> None:
+    state.require_all_heads("debug_set")
     one = state.state_tensor(layer_id, state_id, "debug_set", seq_id)
     if tuple(data.shape) != one.shape or data.dtype != dtype_of(one):
         raise InvalidArgument(

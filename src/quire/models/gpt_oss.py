@@ -98,7 +98,8 @@ def _name_table(config: GptOssConfig, quantised: bool) -> dict[str, Place]:
             table[f"{prefix}_blocks"] = Place(parameter=weight, shape=shape, format=MXFP4)
         else:
             table[prefix] = Place(parameter=weight, shape=shape, format=TRANSPOSED)
-        table[f"{prefix}_bias"] = Place(parameter=f"{{}}.experts.{parameter}.bias", shape=(count, outs))
+        place = Place(parameter=f"{{}}.experts.{parameter}.bias", shape=(count, outs), is_sum=parameter == "down")
+        table[f"{prefix}_bias"] = place
     return table
 
 

@@ -13,16 +13,19 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tqdm import tqdm
 
-from quire.base.errors import CheckpointError, InvalidArgument, QuireError, ResourceExhausted
+from quire.base.errors import CheckpointError, InvalidArgument, QuireError, ResourceExhausted, Unsupported
 from quire.base.host_memory import free_memory, size_words
 from quire.contracts.block_calls import LayerKernels
 from quire.contracts.layers import LayerSpec
 from quire.contracts.linear import BlockKernel
+from quire.contracts.ranks import Group, Share
+from quire.models.decoder import Decoder
+from quire.models.division import divide_head, divided_config, join_ranks
 from quire.models.families import Family, LoadedModel, family_of, is_foreign
 from quire.models.processor import Processor
 from quire.models.quantized import read_quantized, without_section
@@ -34,7 +37,7 @@ from quire.weights.gguf_container import is_gguf
 from quire.weights.integer_codes import IntegerCodes
 from quire.weights.lazy_parameters import LazyParameters
 from quire.weights.packed import FORMS
-from quire.weights.places import Place, expand, parameter_dtypes, parameter_shapes
+from quire.weights.places import Place, divided, expand, parameter_dtypes, parameter_shapes
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +73,7 @@ def load_model(
     max_model_len: int | None = None,
     kernels: LayerKernels = PLAIN,
     before_weights: Callable[[Outline], object] | None = None,
+    group: Group | None = None,
 ) -> LoadedModel:
     """Load the model in ``path``, the directory of a checkpoint or a GGUF file, with its weights on
     ``device``.
@@ -79,8 +83,9 @@ def load_model(
     frequencies of a RoPE that depends on length, and changes nothing in other models. ``kernels``
     are given to the layers that support them. ``before_weights`` is called before the weights are
     read, and may raise to refuse the model; the ``Outline`` of a fallback model has no layers,
-    because they are unknown until they run. ``transformers``, if installed, runs architectures that
-    are not native (``models.fallback``).
+    because they are unknown until they run. ``group``: the ranks that divide the model; this
+    process loads its rank's part (``models.division``). ``transformers``, if installed, runs
+    architectures that are not native (``models.fallback``).
 
     Raise ``CheckpointError`` if the directory or a file is missing, damaged or contradicts
     ``config.json``, ``Unsupported`` for an architecture or option that is not computed, and
@@ -95,10 +100,15 @@ def load_model(
     _check_dtype_name(dtype)
     values = read_config(path)
     if is_foreign(values):
+        if group is not None:
+            raise Unsupported("tensor_parallel_size: transformers runs this model, and does not divide it")
         return _load_foreign(path, values, device, dtype, before_weights)
+    share = None if group is None else Share(group.rank, group.size)
     try:
         family, quantized = family_of(values), read_quantized(values)
-        config = family.read_config(without_section(values), max_model_len)
+        whole = config = family.read_config(without_section(values), max_model_len)
+        if share is not None:
+            config = divided_config(whole, share)
     except QuireError as error:
         error.about(f"{path}, whose metadata make the config.json" if is_gguf(path) else str(path))
         raise
@@ -108,8 +118,11 @@ def load_model(
             raise CheckpointError(
                 f"{path}: {checkpoint.source.configuration} says {num_layers} layers, but there are {len(checkpoint.tensors)} tensors"
             )
-        places = checkpoint.choose([expand(table, num_layers) for table in family.name_tables(config)])
-        checkpoint.check(places, family.ignorable_names(config))
+        places = checkpoint.choose([expand(table, num_layers) for table in family.name_tables(whole)])
+        checkpoint.check(places, family.ignorable_names(whole))
+        if share is not None:
+            tables = (expand(table, num_layers) for table in family.name_tables(config))
+            places = divided(places, next(one for one in tables if one.keys() == places.keys()), share)
         resolved = resolve_dtype(dtype, checkpoint.dtype(places), device)
         needed = _weight_bytes(places, resolved, device, kernels)
         _check_memory(path, needed, resolved, device, kernels)
@@ -123,7 +136,7 @@ def load_model(
                     weight_bytes=needed,
                 )
             )
-        _check_tied(checkpoint, family, config)
+        _check_tied(checkpoint, family, whole)
         total = checkpoint.nbytes(one for name, place in places.items() for one in place.stored(name))
         hidden = not (progress and sys.stderr.isatty())
         with tqdm(total=total, unit="B", unit_scale=True, desc=f"loading {path.name}", disable=hidden) as bar:
@@ -132,10 +145,15 @@ def load_model(
             model.places = places
             model.formats = checkpoint.formats(places)
             weights.release()
+            if share is not None:
+                model.canonical_config = whole.canonical()
+                divide_head(cast(Decoder[Any], model), share)
             if model.pack(replace(kernels, read=weights.read, stored=weights.stored)):
                 logger.info("%s: weights are laid out for this machine's products", path)
             weights.materialize()
             model.expanded = weights.expanded()
+    if group is not None:
+        join_ranks(cast(Decoder[Any], model), group)
     return model
 
 

@@ -165,7 +165,9 @@ def _single_experts(
 def _stacked_experts(config: MixtureConfig, layer: str, prefix: str) -> dict[str, Place]:
     count, width, inner = config.num_experts, config.hidden_size, config.expert_size
     return {
-        f"{prefix}.gate_up_proj": Place(parameter=f"{layer}.experts.gate_up.weight", shape=(count, 2 * inner, width)),
+        f"{prefix}.gate_up_proj": Place(
+            parameter=f"{layer}.experts.gate_up.weight", shape=(count, 2 * inner, width), parts=(inner, inner)
+        ),
         f"{prefix}.down_proj": Place(parameter=f"{layer}.experts.down.weight", shape=(count, width, inner)),
     }
 

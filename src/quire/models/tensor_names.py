@@ -73,7 +73,8 @@ def trunk_names(config: DecoderConfig, names: Names = LLAMA_NAMES) -> dict[str, 
     rows = (q_rows, kv_rows, spec.num_kv_heads * spec.value_dim)
     attention = f"{layer}self_attn."
     table |= _stacked(attention, names.qkv, "{}.qkv", rows, width, config.qkv_bias)
-    table |= _stacked(attention, (names.out,), "{}.out", (width,), spec.num_heads * spec.value_dim, config.out_bias)
+    columns = spec.num_heads * spec.value_dim
+    table |= _stacked(attention, (names.out,), "{}.out", (width,), columns, config.out_bias, is_sum=True)
     for ours, theirs, heads in (
         ("q_norm", names.head_norms[0], spec.num_heads),
         ("k_norm", names.head_norms[1], spec.num_kv_heads),
@@ -100,19 +101,30 @@ def mlp_names(
     for layer in ("{}",) if layers is None else sorted(layers):
         prefix = f"{names.trunk}layers.{layer}.mlp."
         table |= _stacked(prefix, names.gate_up, f"{layer}.gate_up", (inner, inner), width, config.mlp_bias)
-        table |= _stacked(prefix, (names.down,), f"{layer}.down", (width,), inner, config.mlp_bias)
+        table |= _stacked(prefix, (names.down,), f"{layer}.down", (width,), inner, config.mlp_bias, is_sum=True)
     return table
 
 
 def _stacked(
-    prefix: str, names: tuple[str, ...], parameter: str, rows: tuple[int, ...], columns: int, bias: bool
+    prefix: str,
+    names: tuple[str, ...],
+    parameter: str,
+    rows: tuple[int, ...],
+    columns: int,
+    bias: bool,
+    *,
+    is_sum: bool = False,
 ) -> dict[str, Place]:
-    """Return the names of a linear map stored in one tensor per name, or in a single one."""
+    """Return the names of a linear map stored in one tensor per name, or in a single one.
+    ``is_sum``: ranks divide its columns and add the results."""
     table, row = {}, 0
+    parts = rows if len(names) == 1 < len(rows) else ()
     for name, count in zip(names, rows if len(names) > 1 else (sum(rows),), strict=True):
-        table[f"{prefix}{name}.weight"] = Place(parameter=f"{parameter}.weight", shape=(count, columns), row=row)
+        shape = (count, columns)
+        table[f"{prefix}{name}.weight"] = Place(parameter=f"{parameter}.weight", shape=shape, row=row, parts=parts)
         if bias:
-            table[f"{prefix}{name}.bias"] = Place(parameter=f"{parameter}.bias", shape=(count,), row=row)
+            place = Place(parameter=f"{parameter}.bias", shape=(count,), row=row, parts=parts, is_sum=is_sum)
+            table[f"{prefix}{name}.bias"] = place
         row += count
     return table
 

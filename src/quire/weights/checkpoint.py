@@ -135,9 +135,17 @@ class Checkpoint:
 
     def fill(self, name: str, place: Place, parameter: Tensor) -> None:
         """Write the weights of tensor ``name`` to their rows of ``parameter``."""
+        out = parameter.narrow(0, place.row, place.shape[0])
         stored = {one: self.source.read(one) for one in place.stored(name)}
-        file = self.tensors[next(iter(stored))].file
-        place.format.expand(f"{file}: {name}", stored, parameter.narrow(0, place.row, place.shape[0]))
+        label = f"{self.tensors[next(iter(stored))].file}: {name}"
+        if place.whole is None:
+            place.format.expand(label, stored, out)
+        elif place.format.is_plain:
+            place.format.expand(label, {name: place.cut(stored[name])}, out)
+        else:
+            whole = torch.empty(place.whole.shape, dtype=out.dtype, device=out.device)
+            place.format.expand(label, stored, whole)
+            out.copy_(place.cut(whole))
 
     def nbytes(self, names: Iterable[str]) -> int:
         """Return the bytes of tensors in their files."""

@@ -96,9 +96,11 @@ class LazyParameters(Mapping[str, Tensor]):
         """Return the rows of ``weight``, a matrix or one of a stack, in the blocks or codes of its
         file; empty if it has other formats."""
         late = self._lazy.get(weight.untyped_storage().data_ptr())
-        if late is not None and late.name in self._unread and (codes := self._codes(late, weight)):
+        if late is None or any(place.whole is not None for place in self._tensors[late.name].values()):
+            return []  # a rank packs the values of its part
+        if late.name in self._unread and (codes := self._codes(late, weight)):
             return codes
-        if late is None or late.name not in self._unread or weight.ndim != 2 or not weight.is_contiguous():
+        if late.name not in self._unread or weight.ndim != 2 or not weight.is_contiguous():
             return []
         if (inputs := weight.shape[1]) != late.shape[-1]:
             return []
@@ -166,7 +168,7 @@ class LazyParameters(Mapping[str, Tensor]):
 
     def _values(self, late: _Lazy) -> Tensor:
         (tensor, place), *others = self._tensors[late.name].items()
-        if not others and place.format.is_plain:
+        if not others and place.format.is_plain and place.whole is None:
             found = self._checkpoint.source.read(tensor)
             if found.dtype == late.dtype:
                 self._count(late.name)

@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
+from torch import Tensor
 
 from quire.base.errors import QuireError
+from quire.contracts.ranks import Share
 from quire.contracts.weights import StoredTensor, WeightFormat
 from quire.weights.floats import FLOATS
 
@@ -24,10 +26,44 @@ class Place:
     """How the checkpoint stores the weights."""
     dtype: torch.dtype | None = None
     """Element type of a parameter that must not be rounded to the model's; None: the model's."""
+    parts: tuple[int, ...] = ()
+    """Numbers of rows of the parts, as query, key and value heads, that ranks divide each on its
+    own; empty: all rows are one part. The rows of stacked matrices ``[X, O, I]`` are O."""
+    is_sum: bool = False
+    """Whether all ranks add this to one sum, so that only rank 0 may hold its values: the bias of a
+    map whose columns are divided."""
+    whole: Place | None = None
+    """The place in the whole model, if this is a rank's; the files hold that."""
+    share: Share | None = None
+    """The rank; given with ``whole``."""
 
     def stored(self, name: str) -> Mapping[str, StoredTensor]:
         """Return the tensors of the checkpoint that fill this place, the tensor ``name`` first."""
-        return self.format.stored(name, self.shape)
+        return self.format.stored(name, self.shape if self.whole is None else self.whole.shape)
+
+    def cut(self, weights: Tensor) -> Tensor:
+        """Return the rank's part of the whole weights; all of them if there are no ranks.
+
+        A dimension that is shorter than in the whole model is divided. If it has fewer units than
+        there are ranks, as few KV heads do, neighbouring ranks hold the same one.
+        """
+        if self.whole is None or self.share is None:
+            return weights
+        if self.is_sum:
+            return weights if self.share.rank == 0 else torch.zeros_like(weights)
+        rows = max(0, len(self.shape) - 2)
+        for axis, (wide, own) in enumerate(zip(self.whole.shape, self.shape, strict=True)):
+            if wide != own:
+                several = axis == rows and self.parts
+                sizes = zip(self.whole.parts, self.parts, strict=True) if several else [(wide, own)]
+                weights, start, found = weights, 0, []
+                for part, kept in sizes:
+                    found.append(
+                        weights.narrow(axis, start + self.share.rank * (part // kept) // self.share.size * kept, kept)
+                    )
+                    start += part
+                weights = torch.cat(found, axis) if several else found[0]
+        return weights
 
 
 NameTable: TypeAlias = Mapping[str, Place]
@@ -41,6 +77,15 @@ def expand(table: NameTable, num_layers: int) -> dict[str, Place]:
         for layer in range(num_layers) if "{}" in name else (0,):
             places[name.format(layer)] = replace(place, parameter=place.parameter.format(layer))
     return places
+
+
+def divided(whole: Mapping[str, Place], own: NameTable, share: Share) -> dict[str, Place]:
+    """Return the places of a rank's model, which know what the files hold. ``own``: the name table
+    of its sizes, expanded."""
+    return {
+        name: replace(own[name], format=place.format, dtype=place.dtype, whole=place, share=share)
+        for name, place in whole.items()
+    }
 
 
 def parameter_shapes(places: Mapping[str, Place]) -> dict[str, tuple[int, ...]]:

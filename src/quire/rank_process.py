@@ -1,0 +1,51 @@
+"""The process of one rank: it loads its part of the model, makes its state, and replays steps."""
+
+from __future__ import annotations
+
+from multiprocessing.connection import Connection
+
+import torch
+
+from quire.base.errors import QuireError
+from quire.build import RankPart, layer_kernels, make_state, rank_threads
+from quire.kernels.malloc import keep_freed_memory
+from quire.kv.plain_format import kv_format
+from quire.models.families import LoadedModel
+from quire.models.loading import load_model
+from quire.runner.local import LocalRunner
+from quire.runner.pool_budget import PoolSizes
+from quire.runner.ranks import TorchGroup, serve_steps
+
+
+def main(descriptor: int) -> None:
+    """Serve rank 0, at the other end of a socket: load, make the state, replay steps."""
+    with Connection(descriptor) as pipe:
+        part: RankPart = pipe.recv()
+        pipe.send(None)
+        try:
+            model = _loaded(part)
+        except Exception as error:
+            pipe.send(error if isinstance(error, QuireError) else QuireError(f"{part.share}: {error!r}"))
+            return
+        pipe.send(None)
+        sizes: PoolSizes = pipe.recv()
+        config, device = part.config, torch.device(part.device)
+        format = kv_format(config.kv_dtype, model.dtype)
+        state = make_state(model.layer_specs, sizes, config.page_size, format, device, config.attention_backend)
+        pipe.send(None)
+        serve_steps(LocalRunner(model, state, device), pipe)
+
+
+def _loaded(part: RankPart) -> LoadedModel:
+    config, device = part.config, torch.device(part.device)
+    if device.type == "cpu":
+        rank_threads(part.share.size)
+        keep_freed_memory()
+    return load_model(
+        part.path,
+        device=device,
+        dtype=config.dtype,
+        max_model_len=config.max_model_len,
+        kernels=layer_kernels(device, config.quantization),
+        group=TorchGroup(part.share, device, part.meeting),
+    )

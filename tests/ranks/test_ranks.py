@@ -1,0 +1,190 @@
+"""Engines whose model is divided among processes: the same texts, refusals, ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.exact import TINY_PYTHON
+
+from quire import LLM, SamplingParams
+from quire.base.errors import QuireError, RanksBroken, ResourceExhausted, Unsupported
+from quire.base.types import Chunk, Step
+from quire.runner.ranks import RankedRunner
+
+PROMPTS = ["def fib(n):", "class Stack:\n    def __init__(self", "import os\nimport sys\n\n\ndef main("]
+GREEDY = SamplingParams(temperature=0, max_tokens=20)
+
+
+def made(size: int, **options: Any) -> LLM:
+    return LLM("tiny-python", tensor_parallel_size=size, **{"kv_cache_memory": "16MiB", **options})
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[LLM]:
+    with made(1) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[LLM]:
+    with made(2) as llm:
+        yield llm
+
+
+def runner_of(llm: LLM) -> RankedRunner:
+    runner = llm.engine.branches.runner
+    assert isinstance(runner, RankedRunner)
+    return runner
+
+
+def processes(llm: LLM) -> list[subprocess.Popen[bytes]]:
+    return runner_of(llm).ranks._processes
+
+
+def texts(llm: LLM, params: SamplingParams = GREEDY) -> list[list[str]]:
+    return [[one.text for one in output.outputs] for output in llm.generate(PROMPTS, params)]
+
+
+def is_gone(process: subprocess.Popen[bytes]) -> bool:
+    for _ in range(100):
+        if process.poll() is not None:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_log_probabilities_are_those_of_one_process(one: LLM, two: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    for ours, theirs in zip(two.generate(PROMPTS, params), one.generate(PROMPTS, params), strict=True):
+        assert ours.prompt_logprobs is not None
+        assert theirs.prompt_logprobs is not None
+        for token, mine, other in zip(
+            ours.prompt_token_ids[1:], ours.prompt_logprobs[1:], theirs.prompt_logprobs[1:], strict=True
+        ):
+            assert mine is not None
+            assert other is not None
+            # Each rank adds half of a sum: the rounding of another order.
+            assert mine[token].logprob == pytest.approx(other[token].logprob, rel=0, abs=TINY_PYTHON)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        GREEDY,
+        SamplingParams(temperature=0.9, seed=7, max_tokens=12, n=3, top_p=0.9),
+        SamplingParams(temperature=0, max_tokens=20, structured_outputs={"regex": "[a-z]+: [0-9]{3}"}),
+        SamplingParams(temperature=0, max_tokens=20, repetition_penalty=1.3, stop=["\n\n"]),
+    ],
+    ids=["greedy", "sampled", "grammar", "penalty"],
+)
+def test_texts_are_those_of_one_process(one: LLM, two: LLM, params: SamplingParams) -> None:
+    assert texts(two, params) == texts(one, params)
+
+
+def test_sessions_fork_rewind_and_edit(one: LLM, two: LLM) -> None:
+    found = []
+    for llm in (one, two):
+        with llm.session("def area(width, height):\n") as session:
+            first = session.generate(GREEDY).outputs[0].token_ids
+            session.rewind(n=12)
+            assert session.generate(GREEDY).outputs[0].token_ids[:8] == first[8:16]
+            forks = session.fork(n=2)
+            forks[0].append("\n# width")
+            forks[1].edit("width, height", "size")
+            found.append([[fork.generate(GREEDY).outputs[0].text for fork in forks], session.score(" return")])
+    assert found[0][0] == found[1][0]
+    assert found[0][1] == pytest.approx(found[1][1], rel=0, abs=TINY_PYTHON)  # as above
+
+
+def test_drafts_and_preemptions() -> None:
+    """Pages for less than the requests together; rejected drafts are popped on all ranks."""
+    options = {"kv_cache_memory": "512KiB", "max_model_len": 64, "speculative": "lookup"}
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    found = []
+    for size in (1, 2):
+        # A rank's pages are half as large.
+        with made(size, **{**options, "kv_cache_memory": f"{512 // size}KiB"}) as llm:
+            found.append(texts(llm, params))
+            assert llm.metrics()["quire:num_preemptions_total"] > 0
+    assert found[0] == found[1]
+
+
+def test_what_needs_all_heads_is_refused(two: LLM, tmp_path: Path) -> None:
+    with two.session(PROMPTS[0]) as session:
+        before = session.generate(GREEDY).outputs[0].token_ids
+        for call in (
+            lambda: session.save(tmp_path / "one.kv"),
+            lambda: session.kv(0),
+            lambda: two.executor,
+        ):
+            with pytest.raises(Unsupported, match=r"tensor_parallel_size|rank 0 of 2"):
+                call()
+        assert not list(tmp_path.iterdir())
+        session.rewind(n=len(before))
+        assert session.generate(GREEDY).outputs[0].token_ids == before
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"adapters": {"a": "tiny-python-docstrings"}}, "adapters beside tensor_parallel_size 2"),
+        ({"state_dir": "somewhere"}, "state_dir beside"),
+        ({"store": ("memory://1MiB",)}, "store beside"),
+        ({"host_memory": "1MiB"}, "host_memory beside"),
+    ],
+)
+def test_options_that_ranks_lack_are_refused_before_any_process(options: Any, words: str) -> None:
+    with pytest.raises(Unsupported, match=words):
+        made(2, **options)
+
+
+def test_a_model_that_does_not_divide_leaves_no_process() -> None:
+    before = children()
+    with pytest.raises(Unsupported, match="do not divide by 3"):
+        made(3)
+    with pytest.raises(ResourceExhausted, match="no page of"):
+        made(2, kv_cache_memory="1KiB")
+    assert children() == before
+
+
+def children() -> set[str]:
+    found = subprocess.run(
+        ["pgrep", "-f", "-P", str(os.getpid()), "rank_process"], capture_output=True, text=True, check=False
+    )
+    return set(found.stdout.split())
+
+
+def test_a_step_that_fails_on_all_ranks_is_undone(two: LLM) -> None:
+    runner = runner_of(two)
+    with pytest.raises(QuireError, match="sequence"):
+        runner.execute(Step(chunks=(Chunk(runner.new_seq(), [1, 2, 3]),)))
+    assert not runner.ranks.broken
+    assert texts(two)
+
+
+def test_a_rank_that_is_killed_ends_requests_with_an_error() -> None:
+    with made(2) as llm:
+        texts(llm)
+        (process,) = processes(llm)
+        os.kill(process.pid, signal.SIGKILL)
+        (output,) = llm.generate([PROMPTS[0]], GREEDY)
+        assert output.outputs[0].finish_reason == "error"
+        assert "load the model again" in str(output.outputs[0].error)
+        with pytest.raises(RanksBroken, match="load the model again"):
+            runner_of(llm).execute(Step(chunks=(Chunk(0, [1]),)))
+
+
+def test_ranks_end_with_their_engine() -> None:
+    llm = made(2)
+    (process,) = processes(llm)
+    folder = runner_of(llm).ranks._meeting
+    llm.close()
+    assert is_gone(process)
+    assert not folder.exists()
