@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire.base.errors import InvalidArgument, ResourceExhausted
 from quire.base.sampling_params import SamplingParams
-from quire.executor.acceptance import accept_by_sampling, accept_by_threshold
+from quire.executor.acceptance import accept_by_threshold, rejection_sample
 from quire.executor.executor import Executor
 from quire.executor.request_sampling import ParamsSampling, draw_from
 
@@ -78,7 +78,7 @@ def test_exact_mode_has_the_target_distribution(rounds: int) -> None:
     sampling = Given(target, 3)
     for _ in range(rounds):
         drafted = draw_from(draft[0], sampling.uniform())
-        verdict = accept_by_sampling(torch.zeros(2, 4), [drafted], draft, sampling)
+        verdict = rejection_sample(torch.zeros(2, 4), [drafted], draft, sampling)
         assert verdict.next_probs is not None
         accepted += verdict.accepted
         counts[drafted if verdict.accepted else draw_from(verdict.next_probs[0], sampling.uniform())] += 1
@@ -92,7 +92,7 @@ def test_exact_mode_has_the_target_distribution(rounds: int) -> None:
 def test_equal_distributions_are_always_accepted() -> None:
     p = torch.tensor([[0.6, 0.4], [0.6, 0.4], [0.5, 0.5]])
     for seed in range(200):
-        verdict = accept_by_sampling(torch.zeros(3, 2), [0, 1], p[:2].double(), Given(p, seed))
+        verdict = rejection_sample(torch.zeros(3, 2), [0, 1], p[:2].double(), Given(p, seed))
         assert verdict.accepted == 2
         assert torch.equal(verdict.next_probs, p[2:])
 

@@ -29,7 +29,7 @@ from quire.base.errors import FailedPrecondition, InvalidArgument, NotFound, Qui
 from quire.base.sampling_params import SamplingParams
 from quire.branches.extension import path_to
 from quire.contracts.executor import DecodeInput, DecodeOutput
-from quire.executor.acceptance import accept_by_sampling, accept_by_threshold
+from quire.executor.acceptance import accept_by_threshold, rejection_sample
 from quire.executor.executor import Executor
 from quire.executor.request_sampling import ParamsSampling, draw_from
 
@@ -314,7 +314,7 @@ def test_several_tries_keep_the_target_distribution() -> None:
     rounds, counts, tries = 20_000, [0] * 4, [0] * 4
     for _ in range(rounds):
         drafted = [draw_from(draft, sampling.uniform()) for _ in range(3)]
-        verdict = accept_by_sampling(torch.zeros(4, 4), drafted, draft.expand(3, 4), sampling, [-1, -1, -1])
+        verdict = rejection_sample(torch.zeros(4, 4), drafted, draft.expand(3, 4), sampling, [-1, -1, -1])
         assert verdict.next_probs is not None
         tries[verdict.path[0] if verdict.path else 3] += 1
         first = drafted[verdict.path[0]] if verdict.path else draw_from(verdict.next_probs[0], sampling.uniform())

@@ -187,10 +187,10 @@ def speculate(
     if draft_probabilities is not None:
         draft_kV = acceptance.check_draft_probabilities(draft_probabilities, drafts, pool.facts.vocab_size)
 
-    def judge(rows_RV: Tensor) -> acceptance.Acceptance:
+    def judge(rows_RV: Tensor) -> acceptance.AcceptResult:
         if draft_kV is None or sampling is None:
             return acceptance.accept_by_threshold(rows_RV, drafts, acceptance_threshold, parents)
-        return acceptance.accept_by_sampling(rows_RV, drafts, draft_kV, sampling, parents)
+        return acceptance.rejection_sample(rows_RV, drafts, draft_kV, sampling, parents)
 
     # The input token is node 0, draft i is node i + 1.
     tree = None if parents is None else (-1, *(parent + 1 for parent in parents))
