@@ -26,6 +26,7 @@ from quire.branches.stored_state import StoredState
 from quire.contracts.adapters import Adapter
 from quire.contracts.attention import AttentionBackend
 from quire.contracts.block_calls import LayerKernels
+from quire.contracts.executor import ExecutorType
 from quire.contracts.kv_format import KVFormat
 from quire.contracts.layers import LayerSpec, Recurrent
 from quire.contracts.linear import Quantization
@@ -33,6 +34,7 @@ from quire.engine.assembly import make_engine
 from quire.engine.engine import Engine
 from quire.engine.named_adapters import NamedAdapters
 from quire.engine.step_draft import Limits
+from quire.executor.drafting import Drafting
 from quire.executor.executor import Executor
 from quire.executor.factory import Choices, Factory, check_flash, check_heads, check_length
 from quire.executor.reports import dtype_name
@@ -87,6 +89,8 @@ from quire.runner.pool_budget import (
 )
 from quire.sampling.seen_tokens import SeenTokens
 from quire.speculation.draft_model import DraftModel, check_vocabulary, check_vocabulary_size
+from quire.speculation.lookup import Lookup
+from quire.speculation.proposer import Proposer
 from quire.store.memory import MemoryTier
 from quire.store.stack import Store
 from quire.store.urls import open_tiers, state_tier
@@ -552,12 +556,22 @@ def make_executor(config: ExecutorConfig, choices: Choices) -> Executor:
     chunk = arguments.setdefault("prefill_chunk_size", 2048)
     chunk = min(chunk, config.max_sequence_length) if chunk > 0 else config.max_sequence_length
     limits = EngineConfig(
-        model=choices.model, max_num_seqs=config.max_batch_size, max_num_batched_tokens=chunk, page_size=size
+        model=choices.model,
+        dtype=config.dtype,
+        kv_dtype=str(config.executor_options.get("kv_dtype", "auto")),
+        max_model_len=config.max_sequence_length,
+        max_num_seqs=config.max_batch_size,
+        max_num_batched_tokens=chunk,
+        page_size=size,
+        attention_backend=choices.attention_backend,
     )
+    speculation = None
+    if choices.executor_type is ExecutorType.SPECULATIVE:
+        speculation = read_speculation("speculative", config.executor_options.get("speculative")) or Speculation()
 
-    def sizes_of(model: Outline | LoadedModel, weights: int = 0) -> PoolSizes:
-        """Check the limits that depend on the model, and size its pools. ``weights``: bytes of
-        weights that are not loaded yet."""
+    def budget_of(model: Outline | LoadedModel, weights: int = 0) -> Budget:
+        """Check the limits that depend on the model; return the bytes of its pools. ``weights``:
+        bytes of weights that are not loaded yet."""
         check_length(config, model.max_position)
         if model.layer_specs:
             check_heads(config, [spec for spec in model.layer_specs if isinstance(spec, ATTENTION)])
@@ -566,7 +580,12 @@ def make_executor(config: ExecutorConfig, choices: Choices) -> Executor:
         else:
             budget = given_budget(memory.memory_pool_size, "memory_pool_size")
             check_room(budget, weights, device)
-        return pool_sizes(limits, model.layer_specs, kv_format("auto", model.dtype), config.max_sequence_length, budget)
+        sizes_of(model, budget)
+        return budget
+
+    def sizes_of(model: Outline | LoadedModel, budget: Budget) -> PoolSizes:
+        format = kv_format(limits.kv_dtype, model.dtype)
+        return pool_sizes(limits, model.layer_specs, format, config.max_sequence_length, budget)
 
     model = load_model(
         path,
@@ -574,14 +593,22 @@ def make_executor(config: ExecutorConfig, choices: Choices) -> Executor:
         dtype=config.dtype,
         max_model_len=config.max_sequence_length,
         kernels=layer_kernels(device),
-        before_weights=lambda outline: sizes_of(outline, outline.weight_bytes),
+        before_weights=lambda outline: budget_of(outline, outline.weight_bytes),
     )
     if (rule := length_rule_of(model)) is not None and rule.inexact:
         logger.warning(rule.inexact.replace("max_model_len", "max_sequence_length"))
-    sizes = sizes_of(model)
-    state = make_state(
-        model.layer_specs, sizes, size, kv_format("auto", model.dtype), device, choices.attention_backend
-    )
+    draft = None
+    if speculation is not None:
+        draft = load_draft_model(limits, speculation, model, Tokenizer.from_path(path), device, progress=False)
+    budget, format = budget_of(model), kv_format(limits.kv_dtype, model.dtype)
+    if speculation is not None:
+        proposer: Proposer = Lookup()
+        if draft is not None:
+            longest = config.max_sequence_length
+            proposer, budget = make_draft_model(limits, draft, model, budget, format, device, longest)
+        arguments["drafting"] = Drafting(proposer, speculation.depth, model.vocab_size)
+    sizes = sizes_of(model, budget)
+    state = make_state(model.layer_specs, sizes, size, format, device, choices.attention_backend)
     arguments["fallbacks"] = check_flash(config, state)
     if sizes.window_tokens is not None:
         arguments["prefill_chunk_size"] = sizes.step_tokens
