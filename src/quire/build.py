@@ -32,6 +32,7 @@ from quire.contracts.layers import LayerSpec, Recurrent
 from quire.contracts.linear import Quantization
 from quire.engine.assembly import make_engine
 from quire.engine.engine import Engine
+from quire.engine.exact import ExactWindows
 from quire.engine.named_adapters import NamedAdapters
 from quire.engine.step_draft import Limits
 from quire.executor.drafting import Drafting
@@ -87,6 +88,7 @@ from quire.runner.pool_budget import (
     sequence_bytes,
     short_pool,
 )
+from quire.runner.row_dependence import content_dependence, row_dependence
 from quire.sampling.seen_tokens import SeenTokens
 from quire.speculation.draft_model import DraftModel, check_vocabulary, check_vocabulary_size
 from quire.speculation.lookup import Lookup
@@ -197,6 +199,8 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
         stored=StoredState(runner, make_store(config), identity),
         speculation=speculation,
         proposer=proposer,
+        dependence=row_dependence(model, state),
+        content_dependence=content_dependence(model),
     )
     engine.sampling.kernel = fastest_draw(device)
     if device.type != "cpu":
@@ -231,6 +235,7 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
             f"drafts: {draft.architecture}, {draft.num_parameters / 1e6:.1f}M parameters in {dtype_name(draft.dtype)}, "
             f"{draft.parameter_bytes / 2**20:.0f} MiB, with a KV pool of {proposer.runner.state.num_bytes / 2**20:.0f} MiB",
         )
+    notes = (*notes, exact_note(engine.exact))
     for note in notes:
         logger.info(note)
     for note in expanded_weights(model):
@@ -252,6 +257,15 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
 
     named = NamedAdapters(engine, read)
     return Parts(config, path, engine, model, runner, tokenizer, identity, named, defaults, notes)
+
+
+def exact_note(exact: ExactWindows) -> str:
+    """Return what requests with ``exact`` cost, in words."""
+    if not exact.dependence:
+        return "exact=True costs nothing: a row of this model is the same in any batch"
+    if exact.refusal:
+        return f"exact=True is refused: {exact.refusal}"
+    return f"exact=True verifies tokens in forwards of {exact.size} rows of one request: {exact.dependence}"
 
 
 def load_draft_model(

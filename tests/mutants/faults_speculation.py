@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutants.harness import Mutant
 
 TESTS, UNITS, EXECUTORS = "engine/test_speculation.py", "speculation", "executor/test_drafting.py"
+EXACT = "engine/test_exact.py"
 DRAFTS, STEPS, LOOKUP = "engine/drafts.py", "engine/steps.py", "speculation/lookup.py"
 AUTOMATON, CONTROLLER = "speculation/suffix_automaton.py", "speculation/controller.py"
 MUTANTS = (
@@ -154,5 +155,61 @@ MUTANTS = (
         old="rest_V[token] = 0.0",
         new="pass",
         tests=(f"{EXECUTORS}::test_certain_drafts_keep_the_targets_distribution",),
+    ),
+    Mutant(
+        name="exact-tokens-are-those-guessed",
+        file="engine/exact.py",
+        old="return row < len(self.tokens) and int(ids[self.start + row]) == int(self.tokens[row])",
+        new="return row < len(self.tokens)",
+        tests=(f"{EXACT}::test_traffic_does_not_show",),
+    ),
+    Mutant(
+        name="windows-stay-whatever-was-drawn",
+        file="engine/exact.py",
+        old="if not request.finished and window.is_right:",
+        new="if not request.finished:",
+        tests=(f"{EXACT}::test_traffic_does_not_show",),
+    ),
+    Mutant(
+        name="exact-requests-continue-any-cached-prefix",
+        file="engine/scheduler.py",
+        old="while request.asked.exact and (beyond := length % request.asked.window):",
+        new="while False and (beyond := length % request.asked.window):",
+        tests=(f"{EXACT}::test_traffic_does_not_show",),
+    ),
+    Mutant(
+        name="exact-prefixes-are-those-of-all",
+        file="engine/engine.py",
+        old="                prefix = exact_key(prefix)\n",
+        new="                pass\n",
+        tests=(f"{EXACT}::test_exact_prefixes_are_shared_by_exact_requests",),
+    ),
+    Mutant(
+        name="exact-requests-run-in-batches",
+        file="engine/scheduler.py",
+        old="if not request.asked.exact and (count := self._count(request, batch)):",
+        new="if count := self._count(request, batch):",
+        tests=(f"{EXACT}::test_traffic_does_not_show",),
+    ),
+    Mutant(
+        name="guesses-are-told-to-callers",
+        file="engine/steps.py",
+        old="return [request for request in changed if not request.asked.guesses]",
+        new="return changed",
+        tests=(f"{EXACT}::test_no_token_is_given_before_it_is_verified",),
+    ),
+    Mutant(
+        name="guesses-outlive-their-requests",
+        file="engine/requests.py",
+        old="        if request.seat.guess is not None:\n",
+        new="        if False:\n",
+        tests=(f"{EXACT}::test_a_request_that_ends_leaves_nothing",),
+    ),
+    Mutant(
+        name="exact-requests-take-a-sessions-state",
+        file="engine/engine.py",
+        old="params.prompt_logprobs is not None or windows or (",
+        new="params.prompt_logprobs is not None or (",
+        tests=(f"{EXACT}::test_sessions",),
     ),
 )

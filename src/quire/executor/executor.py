@@ -470,7 +470,7 @@ class Executor:
             finally:
                 self.pool.sweep()
                 if self.drafting is not None:
-                    self.drafting.forget(self.pool.caches.keys())
+                    self.drafting.forget(self.pool.caches)
 
     def _require_open(self, verb: str) -> None:
         self.lock.require_own()
