@@ -121,7 +121,7 @@ def verify_drafts(
     # Recurrent layers can be cut behind an accepted token only if its state is there.
     is_recurrent = bool(pool.facts.recurrent_ids) and chains and max(counts) > 1
     with Transaction(
-        pool, parts, operation, several=is_recurrent, path_if_room=is_recurrent, comes_back=is_recurrent
+        pool, parts, operation, several=is_recurrent, tree_if_room=is_recurrent, may_retry=is_recurrent
     ) as work:
         rows = [one.logits_RV for one in work.run(ids, ["all"] * len(ids))]
         found = list(accept(rows))

@@ -90,7 +90,7 @@ def verify(
     cache.commit_chains()
     roomy = tree is None and len(ids) > 1 and spare_states.is_roomy(pool.state, len(ids))
     part = _extension(cache, start, tree, items[0].adapter, [item.positions[0] for item in items])
-    with Transaction(pool, [part], operation, aside=tree is not None, path_if_room=roomy) as work:
+    with Transaction(pool, [part], operation, on_forks=tree is not None, tree_if_room=roomy) as work:
         opened = tree is None and part.new.parents is not None
         work.arrive()
         mark = spare_states.mark(pool.runner, part.seq, part.row.mark) if tree is None else part.row.mark
