@@ -26,14 +26,17 @@ from quire.branches.stored_state import StoredState
 from quire.contracts.adapters import Adapter
 from quire.contracts.attention import AttentionBackend
 from quire.contracts.block_calls import LayerKernels
+from quire.contracts.executor import ExecutorType
 from quire.contracts.kv_format import KVFormat
 from quire.contracts.layers import LayerSpec, Recurrent
 from quire.contracts.linear import Quantization
 from quire.contracts.ranks import Group, Share
 from quire.engine.assembly import make_engine
 from quire.engine.engine import Engine
+from quire.engine.exact import ExactWindows
 from quire.engine.named_adapters import NamedAdapters
 from quire.engine.step_builder import Limits
+from quire.executor.drafting import Drafting
 from quire.executor.executor import Executor
 from quire.executor.factory import Choices, Factory, check_flash, check_heads, check_length
 from quire.executor.reports import dtype_name
@@ -87,8 +90,11 @@ from quire.runner.pool_budget import (
     short_pool,
 )
 from quire.runner.ranks import RankedRunner, Ranks, TorchGroup
+from quire.runner.row_dependence import content_dependence, row_dependence
 from quire.sampling.seen_tokens import SeenTokens
 from quire.speculation.draft_model import DraftModel, check_vocabulary, check_vocabulary_size
+from quire.speculation.lookup import Lookup
+from quire.speculation.proposer import Proposer
 from quire.store.memory import MemoryTier
 from quire.store.stack import Store
 from quire.store.urls import open_tiers, state_tier
@@ -245,6 +251,8 @@ def _build(config: EngineConfig, ranks: Ranks | None, *, progress: bool) -> Part
         stored=StoredState(runner, make_store(config) if ranks is None else None, identity),
         speculation=speculation,
         proposer=proposer,
+        dependence=row_dependence(model, state),
+        content_dependence=content_dependence(model),
     )
     engine.sampling.kernel = fastest_draw(device)
     if device.type != "cpu":
@@ -282,6 +290,7 @@ def _build(config: EngineConfig, ranks: Ranks | None, *, progress: bool) -> Part
             f"drafts: {draft.architecture}, {draft.num_parameters / 1e6:.1f}M parameters in {dtype_name(draft.dtype)}, "
             f"{draft.parameter_bytes / 2**20:.0f} MiB, with a KV pool of {proposer.runner.state.num_bytes / 2**20:.0f} MiB",
         )
+    notes = (*notes, exact_note(engine.exact))
     for note in notes:
         logger.info(note)
     for note in expanded_weights(model):
@@ -329,6 +338,15 @@ def meet(ranks: Ranks, config: EngineConfig, path: Path, device: torch.device) -
 def rank_threads(size: int) -> None:
     """Lower the number of threads to this rank's share of the cores."""
     torch.set_num_threads(max(1, torch.get_num_threads() // size))
+
+
+def exact_note(exact: ExactWindows) -> str:
+    """Return what requests with ``exact`` cost, in words."""
+    if not exact.dependence:
+        return "exact=True costs nothing: a row of this model is the same in any batch"
+    if exact.refusal:
+        return f"exact=True is refused: {exact.refusal}"
+    return f"exact=True verifies tokens in forwards of {exact.size} rows of one request: {exact.dependence}"
 
 
 def load_draft_model(
@@ -633,12 +651,22 @@ def make_executor(config: ExecutorConfig, choices: Choices) -> Executor:
     chunk = arguments.setdefault("prefill_chunk_size", 2048)
     chunk = min(chunk, config.max_sequence_length) if chunk > 0 else config.max_sequence_length
     limits = EngineConfig(
-        model=choices.model, max_num_seqs=config.max_batch_size, max_num_batched_tokens=chunk, page_size=size
+        model=choices.model,
+        dtype=config.dtype,
+        kv_dtype=str(config.executor_options.get("kv_dtype", "auto")),
+        max_model_len=config.max_sequence_length,
+        max_num_seqs=config.max_batch_size,
+        max_num_batched_tokens=chunk,
+        page_size=size,
+        attention_backend=choices.attention_backend,
     )
+    speculation = None
+    if choices.executor_type is ExecutorType.SPECULATIVE:
+        speculation = read_speculation("speculative", config.executor_options.get("speculative")) or Speculation()
 
-    def sizes_of(model: Outline | LoadedModel, weights: int = 0) -> PoolSizes:
-        """Check the limits that depend on the model, and size its pools. ``weights``: bytes of
-        weights that are not loaded yet."""
+    def budget_of(model: Outline | LoadedModel, weights: int = 0) -> Budget:
+        """Check the limits that depend on the model; return the bytes of its pools. ``weights``:
+        bytes of weights that are not loaded yet."""
         check_length(config, model.max_position)
         if model.layer_specs:
             check_heads(config, [spec for spec in model.layer_specs if isinstance(spec, ATTENTION)])
@@ -647,7 +675,12 @@ def make_executor(config: ExecutorConfig, choices: Choices) -> Executor:
         else:
             budget = given_budget(memory.memory_pool_size, "memory_pool_size")
             check_room(budget, weights, device)
-        return pool_sizes(limits, model.layer_specs, kv_format("auto", model.dtype), config.max_sequence_length, budget)
+        sizes_of(model, budget)
+        return budget
+
+    def sizes_of(model: Outline | LoadedModel, budget: Budget) -> PoolSizes:
+        format = kv_format(limits.kv_dtype, model.dtype)
+        return pool_sizes(limits, model.layer_specs, format, config.max_sequence_length, budget)
 
     model = load_model(
         path,
@@ -655,14 +688,22 @@ def make_executor(config: ExecutorConfig, choices: Choices) -> Executor:
         dtype=config.dtype,
         max_model_len=config.max_sequence_length,
         kernels=layer_kernels(device),
-        before_weights=lambda outline: sizes_of(outline, outline.weight_bytes),
+        before_weights=lambda outline: budget_of(outline, outline.weight_bytes),
     )
     if (rule := length_rule_of(model)) is not None and rule.inexact:
         logger.warning(rule.inexact.replace("max_model_len", "max_sequence_length"))
-    sizes = sizes_of(model)
-    state = make_state(
-        model.layer_specs, sizes, size, kv_format("auto", model.dtype), device, choices.attention_backend
-    )
+    draft = None
+    if speculation is not None:
+        draft = load_draft_model(limits, speculation, model, Tokenizer.from_path(path), device, progress=False)
+    budget, format = budget_of(model), kv_format(limits.kv_dtype, model.dtype)
+    if speculation is not None:
+        proposer: Proposer = Lookup()
+        if draft is not None:
+            longest = config.max_sequence_length
+            proposer, budget = make_draft_model(limits, draft, model, budget, format, device, longest)
+        arguments["drafting"] = Drafting(proposer, speculation.depth, model.vocab_size)
+    sizes = sizes_of(model, budget)
+    state = make_state(model.layer_specs, sizes, size, format, device, choices.attention_backend)
     arguments["fallbacks"] = check_flash(config, state)
     if sizes.window_tokens is not None:
         arguments["prefill_chunk_size"] = sizes.step_tokens

@@ -138,6 +138,9 @@ SIGNATURES: dict[type, dict[str, str]] = {
         "speculative_decode": (
             "input, draft_tokens, acceptance_threshold, *, draft_probabilities=None, sampling=None, draft_parents=None"
         ),
+        "batch_speculative_decode": (
+            "inputs, draft_tokens, acceptance_threshold, *, draft_probabilities=None, sampling=None, draft_parents=None"
+        ),
         "release_cache": "cache_id",
         "capabilities": "",
         "status": "",

@@ -271,7 +271,12 @@ def test_no_fused_attention_is_claimed_where_none_runs(tmp_path: Path, monkeypat
 
 def test_exactly_the_supported_types_can_be_made(llama: Tiny) -> None:
     supported = FACTORY.supported_types()
-    assert supported == [ExecutorType.SEQUENTIAL, ExecutorType.BATCH, ExecutorType.CONTINUOUS_BATCH]
+    assert supported == [
+        ExecutorType.SEQUENTIAL,
+        ExecutorType.BATCH,
+        ExecutorType.CONTINUOUS_BATCH,
+        ExecutorType.SPECULATIVE,
+    ]
     supported.clear()
     assert FACTORY.supported_types(), "a fresh list"
     for kind in ExecutorType:
@@ -283,9 +288,11 @@ def test_exactly_the_supported_types_can_be_made(llama: Tiny) -> None:
             for call in (FACTORY.validate_config, FACTORY.create_executor, FACTORY.create_batch_executor):
                 with pytest.raises(Unsupported, match=f"executor_type '{kind.value}'.*can be made"):
                     call(config)
-    with pytest.raises(InvalidArgument, match="'Sequential' does not batch; 'Batch', 'ContinuousBatch' do"):
+    with pytest.raises(
+        InvalidArgument, match="'Sequential' does not batch; 'Batch', 'ContinuousBatch', 'Speculative' do"
+    ):
         FACTORY.create_batch_executor(config_of(llama, executor_type="Sequential"))
-    for kind in ("Batch", "ContinuousBatch"):
+    for kind in ("Batch", "ContinuousBatch", "Speculative"):
         assert FACTORY.create_batch_executor(config_of(llama, executor_type=kind)).executor_type == kind
 
 
@@ -450,8 +457,8 @@ def test_refusals(llama: Tiny, tmp_path: Path) -> None:
 def test_an_executor_refuses_a_type_that_it_is_not(llama: Tiny) -> None:
     with pytest.raises(InvalidArgument, match="executor_type must be one of 'Sequential'"):
         make_executor(llama, executor_type="Sequentially")
-    with pytest.raises(Unsupported, match="draft model"):
-        make_executor(llama, executor_type=ExecutorType.SPECULATIVE)
+    with pytest.raises(Unsupported, match="on one device"):
+        make_executor(llama, executor_type=ExecutorType.TENSOR_PARALLEL)
 
 
 # -- names -----------------------------------------------------------------------------------------

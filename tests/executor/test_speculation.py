@@ -78,10 +78,10 @@ def test_exact_mode_has_the_target_distribution(rounds: int) -> None:
     sampling = Given(target, 3)
     for _ in range(rounds):
         drafted = draw_from(draft[0], sampling.uniform())
-        verdict = rejection_sample(torch.zeros(2, 4), [drafted], draft, sampling)
-        assert verdict.next_probs is not None
-        accepted += verdict.accepted
-        counts[drafted if verdict.accepted else draw_from(verdict.next_probs[0], sampling.uniform())] += 1
+        result = rejection_sample(torch.zeros(2, 4), [drafted], draft, sampling)
+        assert result.next_probs is not None
+        accepted += result.accepted
+        counts[drafted if result.accepted else draw_from(result.next_probs[0], sampling.uniform())] += 1
     assert counts[1] == 0, "no draw returns a token of probability 0"
     chi = sum((n - rounds * float(p)) ** 2 / (rounds * float(p)) for n, p in zip(counts, target[0], strict=True) if p)
     assert chi < 27.7, "chi-square of 2 degrees of freedom exceeds 27.6 once in a million"
@@ -92,9 +92,9 @@ def test_exact_mode_has_the_target_distribution(rounds: int) -> None:
 def test_equal_distributions_are_always_accepted() -> None:
     p = torch.tensor([[0.6, 0.4], [0.6, 0.4], [0.5, 0.5]])
     for seed in range(200):
-        verdict = rejection_sample(torch.zeros(3, 2), [0, 1], p[:2].double(), Given(p, seed))
-        assert verdict.accepted == 2
-        assert torch.equal(verdict.next_probs, p[2:])
+        result = rejection_sample(torch.zeros(3, 2), [0, 1], p[:2].double(), Given(p, seed))
+        assert result.accepted == 2
+        assert torch.equal(result.next_probs, p[2:])
 
 
 def test_exact_mode_through_the_executor(llama: Tiny, ex: Executor) -> None:

@@ -314,10 +314,10 @@ def test_several_tries_keep_the_target_distribution() -> None:
     rounds, counts, tries = 20_000, [0] * 4, [0] * 4
     for _ in range(rounds):
         drafted = [draw_from(draft, sampling.uniform()) for _ in range(3)]
-        verdict = rejection_sample(torch.zeros(4, 4), drafted, draft.expand(3, 4), sampling, [-1, -1, -1])
-        assert verdict.next_probs is not None
-        tries[verdict.path[0] if verdict.path else 3] += 1
-        first = drafted[verdict.path[0]] if verdict.path else draw_from(verdict.next_probs[0], sampling.uniform())
+        result = rejection_sample(torch.zeros(4, 4), drafted, draft.expand(3, 4), sampling, [-1, -1, -1])
+        assert result.next_probs is not None
+        tries[result.path[0] if result.path else 3] += 1
+        first = drafted[result.path[0]] if result.path else draw_from(result.next_probs[0], sampling.uniform())
         counts[first] += 1
     assert counts[1] == 0
     chi = sum((n - rounds * p) ** 2 / (rounds * p) for n, p in zip(counts, target, strict=True) if p)

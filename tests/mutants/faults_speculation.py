@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from tests.mutants.harness import Mutant
 
-TESTS, UNITS = "engine/test_speculation.py", "speculation"
+TESTS, UNITS, EXECUTORS = "engine/test_speculation.py", "speculation", "executor/test_drafting.py"
+EXACT = "engine/test_exact.py"
 DRAFTS, STEPS, LOOKUP = "engine/drafts.py", "engine/steps.py", "speculation/lookup.py"
 AUTOMATON, CONTROLLER = "speculation/suffix_automaton.py", "speculation/controller.py"
 MUTANTS = (
@@ -52,8 +53,8 @@ MUTANTS = (
     ),
     Mutant(
         name="drafts-outside-of-the-vocabulary-run",
-        file=DRAFTS,
-        old="bad = [token for token in tokens if not 0 <= token < self._vocab_size]",
+        file="speculation/proposer.py",
+        old="bad = [token for token in draft.tokens[:most] if not 0 <= token < vocab_size]",
         new="bad = list[int]()",
         tests=(f"{TESTS}::test_a_proposer_that_fails_is_dropped",),
     ),
@@ -112,5 +113,103 @@ MUTANTS = (
         old="return min(1.0, (self.accepted + 1) / (self.promised + 1))",
         new="return 1.0",
         tests=(f"{UNITS}/test_controller.py::TestTrust", f"{TESTS}::test_garbage_is_soon_left"),
+    ),
+    Mutant(
+        name="executors-accept-whatever-was-drafted",
+        file="executor/drafting.py",
+        old="found[-1] == drafts[len(found) - 1]",
+        new="True",
+        tests=(f"{EXECUTORS}::test_drafts_change_no_token",),
+    ),
+    Mutant(
+        name="executors-keep-rejected-drafts",
+        file="executor/drafting.py",
+        old="            work.commit(taken)\n",
+        new="            work.commit(counts)\n",
+        tests=(f"{EXECUTORS}::test_drafts_change_no_token",),
+    ),
+    Mutant(
+        name="executors-keep-rejected-drafts-of-recurrent-rows",
+        file="executor/drafting.py",
+        old="[one[:count] for one, count in zip(ids, taken, strict=True)]",
+        new="list(ids)",
+        tests=(f"{EXECUTORS}::test_recurrent_rows",),
+    ),
+    Mutant(
+        name="executors-know-rows-by-their-length-only",
+        file="executor/drafting.py",
+        old="if len(ids) >= len(before) and np.array_equal(ids[: len(before)], before):",
+        new="if len(ids) >= len(before):",
+        tests=(f"{EXECUTORS}::test_rows_that_went_back_are_read_anew",),
+    ),
+    Mutant(
+        name="a-failed-speculative-call-leaves-tokens",
+        file="executor/drafting.py",
+        old="        truncate(cache, starts, operation)\n",
+        new="",
+        tests=(f"{EXECUTORS}::test_a_failing_sampling_leaves_the_cache",),
+    ),
+    Mutant(
+        name="certain-drafts-are-drawn-again-after-a-rejection",
+        file="executor/acceptance.py",
+        old="rest_V[token] = 0.0",
+        new="pass",
+        tests=(f"{EXECUTORS}::test_certain_drafts_keep_the_targets_distribution",),
+    ),
+    Mutant(
+        name="exact-tokens-are-those-guessed",
+        file="engine/exact.py",
+        old="return row < len(self.tokens) and int(ids[self.start + row]) == int(self.tokens[row])",
+        new="return row < len(self.tokens)",
+        tests=(f"{EXACT}::test_traffic_does_not_show",),
+    ),
+    Mutant(
+        name="windows-stay-whatever-was-drawn",
+        file="engine/exact.py",
+        old="if not request.finished and window.is_right:",
+        new="if not request.finished:",
+        tests=(f"{EXACT}::test_traffic_does_not_show",),
+    ),
+    Mutant(
+        name="exact-requests-continue-any-cached-prefix",
+        file="engine/scheduler.py",
+        old="while request.asked.exact and (beyond := length % request.asked.window):",
+        new="while False and (beyond := length % request.asked.window):",
+        tests=(f"{EXACT}::test_traffic_does_not_show",),
+    ),
+    Mutant(
+        name="exact-prefixes-are-those-of-all",
+        file="engine/engine.py",
+        old="                prefix = exact_key(prefix)\n",
+        new="                pass\n",
+        tests=(f"{EXACT}::test_exact_prefixes_are_shared_by_exact_requests",),
+    ),
+    Mutant(
+        name="exact-requests-run-in-batches",
+        file="engine/scheduler.py",
+        old="if not request.asked.exact and (count := self._count(request, batch)):",
+        new="if count := self._count(request, batch):",
+        tests=(f"{EXACT}::test_traffic_does_not_show",),
+    ),
+    Mutant(
+        name="guesses-are-told-to-callers",
+        file="engine/steps.py",
+        old="return [request for request in changed if not request.asked.guesses]",
+        new="return changed",
+        tests=(f"{EXACT}::test_no_token_is_given_before_it_is_verified",),
+    ),
+    Mutant(
+        name="guesses-outlive-their-requests",
+        file="engine/requests.py",
+        old="        if request.seat.guess is not None:\n",
+        new="        if False:\n",
+        tests=(f"{EXACT}::test_a_request_that_ends_leaves_nothing",),
+    ),
+    Mutant(
+        name="exact-requests-take-a-sessions-state",
+        file="engine/engine.py",
+        old="params.prompt_logprobs is not None or windows or (",
+        new="params.prompt_logprobs is not None or (",
+        tests=(f"{EXACT}::test_sessions",),
     ),
 )

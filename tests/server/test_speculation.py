@@ -61,3 +61,12 @@ def test_a_value_that_is_no_switch_is_refused(drafting: Served) -> None:
     answer = drafting.client.post("/v1/completions", json={**BODY, "speculative": "lookup"})
     assert answer.status_code == 400
     assert "speculative" in answer.json()["error"]["message"]
+
+
+def test_exact_tokens_are_asked_for_by_name(drafting: Served) -> None:
+    plain = drafting.client.post("/v1/completions", json=BODY).json()
+    exact = drafting.client.post("/v1/completions", json={**BODY, "exact": True}).json()
+    assert exact["choices"][0]["text"] == plain["choices"][0]["text"]
+    answer = drafting.client.post("/v1/completions", json={**BODY, "exact": "yes"})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "exact"

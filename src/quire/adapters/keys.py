@@ -50,10 +50,12 @@ def read_key(written: Sequence[str | None], owner: str) -> Hashable:
 
 @dataclass(frozen=True, slots=True)
 class AdapterKey:
-    """The key of sequences of which some tokens ran under adapters."""
+    """The key of sequences of which some tokens ran under adapters, or of exact requests."""
 
     salt: Hashable
     runs: FingerprintRuns
+    exact: bool = False
+    """Whether all of the state is that of windows (``engine.exact``)."""
 
     def names(self, fingerprint: str) -> bool:
         """Return True if some token was run under this adapter."""

@@ -43,10 +43,11 @@ ATTENTION_TYPES = ("MultiHead", "MultiQuery", "GroupedQuery", "Flash", "Paged", 
 
 CUSTOM_FLAGS: tuple[str, ...] = ()
 """Accepted names in ``OptimizationConfig.custom_flags``; none in this release."""
-EXECUTOR_OPTIONS = ("prefill_chunk_size", "modalities", "sliding_window_sink")
+EXECUTOR_OPTIONS = ("prefill_chunk_size", "modalities", "sliding_window_sink", "kv_dtype", "speculative")
 """Accepted names in ``ExecutorConfig.executor_options``: tokens of a prompt per forward (an
 integer; <= 0: all), a list of encoders ("vision", "audio"), number of first tokens that a window
-keeps."""
+keeps, the format of K and V, and who drafts for an executor of type Speculative; the last two as in
+``EngineConfig``."""
 EXECUTOR_TYPES = ("Sequential", "Batch", "ContinuousBatch", "Speculative", "PipelineParallel", "TensorParallel")
 MODALITIES = ("vision", "audio")
 
@@ -386,6 +387,15 @@ class ExecutorConfig:
                     field="executor_options.sliding_window_sink",
                 )
             check_int("executor_options.sliding_window_sink", options["sliding_window_sink"], 0, window - 1)
+        if "kv_dtype" in options and options["kv_dtype"] not in ("auto", *KV_FORMATS):
+            raise _unsupported("executor_options.kv_dtype", options["kv_dtype"], _one_of(("auto", *KV_FORMATS)))
+        drafts = read_speculation("executor_options.speculative", options.get("speculative"))
+        if drafts is not None and self.executor_type != "Speculative":
+            raise InvalidArgument(
+                "executor_options.speculative belongs to executor_type 'Speculative', got "
+                f"{options['speculative']!r} with {self.executor_type!r}",
+                field="executor_options.speculative",
+            )
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> ExecutorConfig:

@@ -324,6 +324,9 @@ class EngineMetrics(MetricGroup):
         "path",
         ("captured", "plain"),
     )
+    exact_windows: Counter = _declared(
+        Counter, "quire:exact_windows_total", "Forwards that verified tokens of exact requests, one request alone."
+    )
     steps_ahead: Counter = _declared(
         Counter,
         "quire:steps_ahead_total",

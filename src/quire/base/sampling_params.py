@@ -277,6 +277,10 @@ class SamplingParams:
     speculative: bool = declared(
         True, SWITCH, "Let the engine verify drafts of later tokens, if it is to; the tokens are the same."
     )
+    exact: bool = declared(
+        False, SWITCH, "The tokens are those of a run alone, to the bit, whatever else the engine runs."
+    )
+    """``docs/speculation.md`` says what that costs, and where it is refused."""
     skip_special_tokens: bool = declared(True, SWITCH, "Leave special tokens out of the text.")
     structured_outputs: StructuredOutputs | Mapping[str, Any] | None = declared(  # noqa: RUF009
         None, Kind(_structured, dict[str, Any]), "The text's form: json, json_object, regex, grammar or choice."

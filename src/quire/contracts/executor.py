@@ -277,7 +277,7 @@ class ModelExecutor(ExecutorBase, Protocol):
     def speculative_decode(
         self,
         input: DecodeInput,
-        draft_tokens: Sequence[int],
+        draft_tokens: Sequence[int] | None,
         acceptance_threshold: float,
         *,
         draft_probabilities: Tensor | None = None,
@@ -302,6 +302,9 @@ class ModelExecutor(ExecutorBase, Protocol):
         probable is taken. In exact mode they are tried in order, with pT less pD after each
         rejection; they must be independent samples (SpecInfer, arXiv:2305.09781).
 
+        (ours) ``draft_tokens`` None: an executor of type Speculative asks its own proposer, and
+        ``sampling`` needs no ``draft_probabilities``, since such drafts are not drawn.
+
         The length becomes start + 1 + acceptance_count. An empty draft gives the logits of
         ``decode``.
 
@@ -309,6 +312,19 @@ class ModelExecutor(ExecutorBase, Protocol):
         draft probability 0, rows that are no distributions. ``Unsupported``: hidden states or
         attention weights.
         """
+
+    def batch_speculative_decode(
+        self,
+        inputs: Sequence[DecodeInput],
+        draft_tokens: Sequence[Sequence[int]] | None,
+        acceptance_threshold: float,
+        *,
+        draft_probabilities: Sequence[Tensor | None] | None = None,
+        sampling: Sequence[RequestSampling | None] | None = None,
+        draft_parents: Sequence[Sequence[int] | None] | None = None,
+    ) -> list[SpeculativeOutput]:
+        """(ours) Run ``speculative_decode`` for several sequences in one forward, with an entry of
+        each argument for each. Each cache may occur once. If one item is refused, none runs."""
 
     def release_cache(self, cache_id: str) -> None:
         """Free a sequence; shared pages survive. Never raises; unknown ids do nothing."""

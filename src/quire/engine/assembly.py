@@ -20,6 +20,7 @@ from quire.engine.checkpoints import Checkpoints
 from quire.engine.decodes_ahead import DecodesAhead
 from quire.engine.drafts import Drafts
 from quire.engine.engine import Engine
+from quire.engine.exact import ExactWindows, window_size
 from quire.engine.in_flight import InFlightSteps
 from quire.engine.miss_search import MissSearch
 from quire.engine.pins import Pins, PrefixPins
@@ -53,9 +54,14 @@ def make_engine(
     stored: StoredState | None = None,
     speculation: Speculation | None = None,
     proposer: Proposer | None = None,
+    dependence: str = "it is not known what computes the rows",
+    content_dependence: str = "",
 ) -> Engine:
     """Return an engine over a runner. When pages are short, the runner asks it to give up some.
-    ``proposer``: what drafts tokens with ``speculation``; None: what its method names."""
+    ``proposer``: what drafts tokens with ``speculation``; None: what its method names.
+    ``dependence``: what makes rows depend on others, ``content_dependence``: and on their tokens;
+    empty: nothing does.
+    """
     state, vocab_size = runner.state, runner.model.vocab_size
     ends = frozenset(eos_ids)
     grammars = None
@@ -97,6 +103,8 @@ def make_engine(
         misses=None if cache is None else MissSearch(cache, past, branches.forgets),
         drafts=drafts,
     )
+    window = window_size(state.page_size, limits.max_num_batched_tokens)
+    exact = ExactWindows(branches, scheduler, window, dependence, content_dependence)
     # What runs them.
     timeline = Timeline(scheduler, stored, state, ends, metrics)
     in_flight = InFlightSteps(branches)
@@ -130,6 +138,7 @@ def make_engine(
         grammars=grammars,
         timeline=timeline,
         metrics=metrics,
+        exact=exact,
         drafts=drafts,
     )
     giver = EngineReclaim(
@@ -167,6 +176,7 @@ def make_engine(
         checks=checks,
         forgets=_forgets(checkpoints),
         giver=giver,
+        exact=exact,
         timeline=timeline,
         metrics=metrics,
     )

@@ -13,13 +13,12 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
-from quire.base.errors import QuireError
 from quire.base.metrics import EngineMetrics
 from quire.base.speculation import Speculation, SpeculationCounts
 from quire.engine.request import Request
 from quire.engine.step_builder import StepBuilder
 from quire.speculation.controller import Controller, Trust
-from quire.speculation.proposer import Context, Draft, Proposer
+from quire.speculation.proposer import Context, Draft, Proposer, problem_of, proposed
 
 if TYPE_CHECKING:
     from quire.contracts.kv_state import ModelState
@@ -142,9 +141,7 @@ class Drafts:
         """Return the drafts that are proposed, up to the first that a grammar forbids. A proposer
         that fails is dropped for these requests."""
         try:
-            drafts = list(self._proposer.propose([context_of(request) for request in requests], most))
-            if len(drafts) != len(requests):
-                raise QuireError(f"{len(drafts)} drafts for {len(requests)} requests")
+            drafts = proposed(self._proposer, [context_of(request) for request in requests], most)
         except Exception as error:
             logger.warning(
                 "the proposer %s failed; these requests go on without it", self._proposer.name, exc_info=True
@@ -159,9 +156,7 @@ class Drafts:
     def _checked(self, request: Request, draft: Draft, most: int) -> Draft:
         """Return the beginning of a draft that can be verified."""
         tokens, matcher = list(draft.tokens[:most]), request.output.matcher
-        bad = [token for token in tokens if not 0 <= token < self._vocab_size]
-        if bad or len(draft.chances) != len(draft.tokens):
-            reason = f"gave token {bad[0]}, outside of 0..{self._vocab_size - 1}" if bad else "gave no chance per draft"
+        if reason := problem_of(draft, self._vocab_size, most):
             self.of(request).dropped = f"the proposer {self._proposer.name} {reason}"
             return Draft()
         if matcher is None:

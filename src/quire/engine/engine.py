@@ -36,6 +36,7 @@ from quire.engine import session_requests
 from quire.engine.blend_runs import BlendRuns
 from quire.engine.blending import Blending
 from quire.engine.checkpoints import Checkpoints
+from quire.engine.exact import ExactWindows, exact_key
 from quire.engine.page_use import OWNERS, PageUse, page_use
 from quire.engine.pins import Pins, PrefixPins
 from quire.engine.prompt_blend import PromptBlend
@@ -103,6 +104,7 @@ class Engine:
     forgets: str
     """The reason why state at position ``{0}`` may have to be computed again, from ``{1}``."""
     giver: EngineReclaim
+    exact: ExactWindows
     timeline: Timeline
     metrics: EngineMetrics
     wait: Callable[[Sequence[Request]], None] | None = None
@@ -150,6 +152,7 @@ class Engine:
             self.checks.history(tokens)
             media = media_of(session, tokens, media)
         self.checks.params(params, in_session=session is not None)
+        windows = self.exact.has_windows(params, tokens, session, adapter=adapter, blended=blend is not None)
         self.checks.scored(tokens, params)
         if params.prompt_logprobs is not None and session is not None and session.modified:
             raise FailedPrecondition(
@@ -164,9 +167,12 @@ class Engine:
                 self.pins.check(session, final_length(tokens.size, params.max_tokens, limit), session.account)
             runs = BASE.then(0, adapter)
             prefix = self.branches.prefix_key(key, runs)
+            if windows:
+                prefix = exact_key(prefix)
             asked = AskedFor(
                 request_id=self.requests.name(request_id),
                 params=params,
+                window=self.exact.size if windows else 0,
                 num_prompt=tokens.size,
                 owner=owner_of(key if session is None else session.key),
                 limit=limit,
@@ -188,9 +194,11 @@ class Engine:
                 output.prompt_logprobs, output.on_logits = scored, scored.take
                 output.wants, output.fresh_from = "all", 0
             if session is not None:
-                if params.prompt_logprobs is not None:
+                if params.prompt_logprobs is not None or windows or (params.exact and not session.origin.exact):
                     self.branches.drop(session)
                 session_requests.begin(self.branches, session, leader)
+                if windows:
+                    leader.branch.key = exact_key(leader.branch.key)
             self.requests.queue(samples)
             return samples
 
@@ -343,7 +351,7 @@ class Engine:
 
     @property
     def num_running(self) -> int:
-        return len(self.scheduler.running)
+        return sum(not one.asked.guesses for one in self.scheduler.running)
 
     def run(self, requests: Iterable[Request], on_step: Callable[[], None] | None = None) -> None:
         """Step until these requests are finished. An interrupt between two steps cancels them."""

@@ -110,7 +110,16 @@ class AskedFor:
     """Length at which the context, or what the empty pool holds, ends."""
     forgets: str = ""
     """The reason why state at position ``{0}`` may have to be computed again, from ``{1}``."""
+    window: int = 0
+    """The rows of the windows by which its tokens are verified (``engine.exact``); 0: none are."""
+    guesses: bool = False
+    """Whether it guesses tokens of an exact request, and is no request of a user."""
     arrival: float = field(default_factory=time.monotonic)
+
+    @property
+    def exact(self) -> bool:
+        """Whether its tokens are verified by windows."""
+        return self.window > 0
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -176,6 +185,10 @@ class Seat:
     num_preemptions: int = 0
     short_since: int | None = None
     """The step since which it waits for pages; None: it does not, as far as is known."""
+    guess: Request | None = None
+    """Of an exact request: what guesses its next tokens."""
+    window_turn: int = 0
+    """Of an exact request: its last turn to run a window."""
     siblings: list[Request] = field(default_factory=list)
     """Further samples of the same prompt, which fork from this one when the prompt is computed."""
 

@@ -109,9 +109,13 @@ class RequestQueues:
     # -- places ------------------------------------------------------------------------------------
 
     def taken(self) -> Counter[str]:
-        """Return the number of places of each key. Requests for which something is made take
-        none."""
-        return Counter(one.asked.owner for one in self.running if not one.output.awaits_mask or not one.masked)
+        """Return the number of places of each key. Requests for which something is made take none,
+        and guesses have those of their requests."""
+        return Counter(
+            one.asked.owner
+            for one in self.running
+            if not one.asked.guesses and (not one.output.awaits_mask or not one.masked)
+        )
 
     @property
     def seated(self) -> int:

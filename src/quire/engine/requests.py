@@ -159,14 +159,17 @@ class Requests:
         self.scheduler.finish(request)
         if branch.blend is not None:
             branch.blend.end()
+        if request.seat.guess is not None:
+            self.finish(request.seat.guess, "cancelled")
         if request.asked.capture is not None:
             self.blending.under_way.discard(request.asked.capture.key)
         # What has not come by now is computed when it is needed.
         self.stored.finish_load(branch)
-        if request.params is not None:
+        if request.params is not None and not request.asked.guesses:
             self.metrics.request_success.inc(reason)
             self.metrics.e2e_request_latency.observe(output.finished_at - request.asked.arrival)
-        self.timeline.ended(request)
+        if not request.asked.guesses:
+            self.timeline.ended(request)
         if self.drafts is not None:
             self.drafts.ended(request)
         if branch.session is not None:

@@ -127,7 +127,8 @@ class SamplingStep:
             drawing.redrawn = made.redrawn
         now, allowed = time.monotonic(), drawing.allowed
         discarded = drawing.discarded | {row for row, request in enumerate(drawing.ready) if request.finished}
-        self.metrics.generation_tokens.inc(len(drawing.ready) - len(discarded))
+        guessed = sum(request.asked.guesses for row, request in enumerate(drawing.ready) if row not in discarded)
+        self.metrics.generation_tokens.inc(len(drawing.ready) - len(discarded) - guessed)
         for row, (request, token) in enumerate(zip(drawing.ready, drawn.token_ids, strict=True)):
             if row in discarded or request.finished:
                 continue
@@ -186,7 +187,9 @@ class SamplingStep:
         params, output = request.params, request.output
         if params is None:
             raise QuireError("a token was sampled for a request that samples nothing")
-        if output.first_token is None:
+        if request.asked.guesses:
+            pass
+        elif output.first_token is None:
             output.first_token = now
             self.metrics.time_to_first_token.observe(now - request.asked.arrival)
         else:

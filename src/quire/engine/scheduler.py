@@ -123,6 +123,10 @@ class Scheduler:
         which it is a sibling."""
         leader.seat.siblings.remove(request)
         request.seat.reuse = replace(leader.seat.reuse)
+        self.run(request)
+
+    def run(self, request: Request) -> None:
+        """Run a request that has its sequence, from now on."""
         request.seat.arrival = self._arrivals
         self._arrivals += 1
         self.queues.run(request)
@@ -196,7 +200,8 @@ class Scheduler:
             self._add(request, batch)
 
     def _add(self, request: Request, batch: StepBuilder) -> None:
-        if count := self._count(request, batch):
+        # Windows of exact requests run alone.
+        if not request.asked.exact and (count := self._count(request, batch)):
             batch.add(request, count)
 
     def _make_room(self, batch: StepBuilder, failed: list[Failure]) -> set[str]:
@@ -239,7 +244,14 @@ class Scheduler:
 
     def _displace(self, request: Request, *, keeps: bool) -> None:
         """Let a running request wait in its old place. ``keeps``: with its state, until pages are
-        short."""
+        short. A guess ends: what it has guessed is verified."""
+        if request.asked.guesses:
+            self.queues.remove(request)
+            self._release(request)
+            if request.output.matcher is not None:
+                request.output.matcher.drop()
+            request.seat.status, request.output.finish_reason = Status.FINISHED, "cancelled"
+            return
         if not keeps:
             self._set_aside(request)
         request.seat.num_preemptions += 1
@@ -248,7 +260,7 @@ class Scheduler:
 
     def _set_aside(self, request: Request) -> None:
         """Release its state, a copy of which may be kept."""
-        if self._tier is not None and not request.branch.pinned:
+        if self._tier is not None and not request.branch.pinned and not request.asked.exact:
             self._tier.save(request.branch)
         self._release(request)
         self._ask(request)
@@ -362,7 +374,8 @@ class Scheduler:
 
     def _is_loose(self, request: Request) -> bool:
         """Return whether it may be displaced for a request of another key."""
-        return request.ready and not request.branch.pinned and not self._is_coming(request)
+        loose = request.ready and not request.branch.pinned and not request.asked.guesses
+        return loose and not self._is_coming(request)
 
     def _most(self, request: Request) -> int:
         """Return the largest number of its tokens for a step; a sliding window sets it instead."""
@@ -396,6 +409,18 @@ class Scheduler:
             return missing
         return 0
 
+    def room_for(self, request: Request, seq: SeqId, count: int) -> int:
+        """Make room for more tokens of a sequence of a running request, which stays; return the
+        pages that are missing nevertheless."""
+        while missing := self._state.missing_pages([seq], [count]):
+            if self._relieve([seq], [count]) or self._pool.make_room() or self._reclaim_waiting(request):
+                continue
+            others = [one for one in self.running if one is not request and not one.branch.pinned]
+            if not others:
+                return missing
+            self._displace(self.queues.youngest(others), keeps=False)
+        return 0
+
     def _reclaim_waiting(self, keep: Request | None = None, *, displaced: bool = False) -> bool:
         """Give up the state with which a waiting request came (a session's), or which it has kept
         when it was ``displaced``. It comes back, or is computed again, when it runs."""
@@ -422,6 +447,9 @@ class Scheduler:
             branch.seq, branch.computed = self._pool.add_seq(branch.window), 0
         else:
             parent, length = found
+            while request.asked.exact and (beyond := length % request.asked.window):
+                # An exact request continues where a window ends.
+                length = self._state.nearest_reachable(parent, length - beyond)
             branch.seq, branch.computed = self._pool.fork_of(parent, length), length
         if self._checkpoints is not None and branch.computed < reuse.known:
             # Here this prompt parts from another: the next one with this beginning will find a
@@ -451,6 +479,8 @@ class Scheduler:
     def _ask(self, request: Request) -> None:
         """Ask the tiers for the state of a request without any, unless it wants none."""
         branch = request.branch
+        if request.asked.exact:
+            return  # Tiers do not know which of their state is that of windows.
         if self._tier is not None and branch.seq is None and (branch.cacheable or branch.window is not None):
             request.seat.question = self._tier.ask(branch)
 
@@ -499,7 +529,13 @@ class Scheduler:
         held = -1
         for other in self.running:
             prompt = other.branch
-            if prompt.remaining <= 1 or not prompt.cacheable or prompt.blend or prompt.key != branch.key:
+            if (
+                prompt.remaining <= 1
+                or (other.asked.exact and other.output.token_ids)
+                or not prompt.cacheable
+                or prompt.blend
+                or prompt.key != branch.key
+            ):
                 continue
             if other.asked.owner != request.asked.owner:  # Its turn may be late.
                 continue

@@ -102,6 +102,7 @@ def end(branches: SessionBranches, session: SessionBranch, request: Request) -> 
         return
     is_end = request.params is not None or len(work.tokens) - request.seat.reuse.cached >= KEEP_TOKENS
     if work.cacheable:
+        branches.leave_other_key(session, branches.key_of(session))
         branches.share(session, branches.key_of(session), live=True, keep=is_end)
     if is_end and (work.cacheable or session.window is not None):
         branches.tier.keep(session)

@@ -22,6 +22,7 @@ from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from quire.base.blend_inputs import BlendInputs
 from quire.base.errors import BlendLoadError, FailedPrecondition, QuireError
@@ -38,6 +39,7 @@ from quire.engine.blend_runs import BlendRuns
 from quire.engine.blending import Blending
 from quire.engine.decodes_ahead import DecodesAhead
 from quire.engine.drafts import Drafts
+from quire.engine.exact import ExactWindows, Window
 from quire.engine.in_flight import DraftRows, InFlightStep, InFlightSteps
 from quire.engine.pins import PrefixPins
 from quire.engine.prompts import embeddings_of
@@ -81,6 +83,7 @@ class EngineSteps:
     grammars: Grammars | None
     timeline: Timeline
     metrics: EngineMetrics
+    exact: ExactWindows
     drafts: Drafts | None = None
     runs_ahead: bool = False
     """Whether steps are queued before the tokens of the steps before are known."""
@@ -115,6 +118,8 @@ class EngineSteps:
                     self.in_flight.reading = flight
                     self._run_ahead(flight)
                     changed += self._read(flight)
+                if self.exact.has_any and self.in_flight.last is None:
+                    changed += self._run_window()
                 if self.stored.store is not None:
                     self.branches.save_ahead()
             except BaseException:
@@ -123,7 +128,7 @@ class EngineSteps:
             finally:
                 self.in_flight.stepping = False
         self._rest(scheduled, changed)
-        return changed
+        return [request for request in changed if not request.asked.guesses]
 
     def _rest(self, scheduled: ScheduledStep | None, changed: list[Request]) -> None:
         """Wait, without the lock, for what keeps requests from running. ``scheduled``: the step
@@ -304,6 +309,37 @@ class EngineSteps:
         branch.origin = parent.origin
         self.scheduler.join(sibling, leader)
         return sibling
+
+    def _run_window(self) -> list[Request]:
+        """Run the window of an exact request, if one is full. Return the request."""
+        if (request := self.exact.next()) is None:
+            return []
+        try:
+            with self.exact.window(request) as window:
+                output = extend(self.runner, window.step, [window.extension])
+                self.metrics.exact_windows.inc()
+                if window.draws:
+                    self._draw_window(window, output.rows(0))
+        except Exception as error:
+            logger.exception("a window of an exact request failed; the request ends")
+            reason = error if isinstance(error, QuireError) else QuireError(f"{type(error).__name__}: {error}")
+            return [self.requests.fail(request, reason)]
+        if not request.finished:
+            self._note_run(request)
+        return [request]
+
+    def _draw_window(self, window: Window, rows_RV: Tensor) -> None:
+        """Draw tokens from the rows of a window, up to the first that is not the guessed one."""
+        request, row = window.request, window.first_row
+        if not request.output.token_ids:
+            self._share_prompt(request)
+            while request.seat.siblings:
+                self._fork_sample(request, request.seat.siblings[0])
+        while True:
+            self.sampling.take(self.sampling.draw(rows_RV[row : row + 1], [request]))
+            row += 1
+            if request.finished or not request.ready or not window.is_next(row):
+                return
 
     # -- steps ahead -------------------------------------------------------------------------------
 

@@ -94,7 +94,7 @@ def _children(before: Sequence[int], path: Sequence[int]) -> list[int]:
 def rejection_sample(
     logits_RV: Tensor,
     drafts: Sequence[int],
-    draft_kV: Tensor,
+    draft_kV: Tensor | None,
     sampling: RequestSampling,
     parents: Sequence[int] | None = None,
 ) -> AcceptResult:
@@ -104,6 +104,7 @@ def rejection_sample(
     a rejection pT becomes the normalised positive part of pT - pD (pT if that is zero), for the
     next draft below the same token, drawn independently (SpecInfer, arXiv:2305.09781), and finally
     for the next token. After full acceptance the next token is drawn from pT of the last row.
+    ``draft_kV`` None: each draft was certain, not drawn.
     """
     before = list(range(len(drafts))) if parents is None else [parent + 1 for parent in parents]
     chain_RV = _targets(logits_RV, drafts, sampling) if parents is None else None
@@ -115,10 +116,14 @@ def rejection_sample(
             row = path[-1] + 1 if path else 0
             target_V = _targets(logits_RV[row : row + 1], [drafts[draft] for draft in path], sampling)[0]
         for draft in _children(before, path):
-            if sampling.uniform() * float(draft_kV[draft, drafts[draft]]) < float(target_V[drafts[draft]]):
+            token = drafts[draft]
+            chance = 1.0 if draft_kV is None else float(draft_kV[draft, token])
+            if sampling.uniform() * chance < float(target_V[token]):
                 path.append(draft)
                 break
-            rest_V = (target_V - draft_kV[draft]).clamp_min(0.0)
+            rest_V = target_V.clone() if draft_kV is None else (target_V - draft_kV[draft]).clamp_min(0.0)
+            if draft_kV is None:
+                rest_V[token] = 0.0
             total = float(rest_V.sum())
             target_V = rest_V / total if total > 0 else target_V
         else:

@@ -9,11 +9,12 @@ Letters: B batch rows; S tokens of a row with padding; V vocabulary; k draft tok
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from typing import cast
 
+import numpy as np
 from torch import Tensor
 
 from quire.adapters.assets import read_assets
@@ -24,6 +25,7 @@ from quire.base.metrics import OperationMetrics
 from quire.base.process_exit import end_with_process
 from quire.base.sampling_params import SamplingParams
 from quire.base.signatures import checks_arguments
+from quire.base.speculation import Speculation
 from quire.base.types import LogitsWanted
 from quire.branches.model_facts import ModelFacts
 from quire.branches.row_media import check_modalities
@@ -43,11 +45,12 @@ from quire.contracts.executor import (
     RequestSampling,
     SpeculativeOutput,
 )
-from quire.executor import executor_types, reports, rewinding, verification, warmup
+from quire.executor import acceptance, executor_types, reports, rewinding, verification, warmup
 from quire.executor.arguments import (
     CallItem,
     decode_item,
     distinct_items,
+    naming_item,
     prefill_item,
     require_adapter,
     require_together,
@@ -57,6 +60,7 @@ from quire.executor.arguments import (
 from quire.executor.cache import KVCache
 from quire.executor.cache_pool import CachePool
 from quire.executor.call_outputs import decode_output, places_for_logits, prefill_output
+from quire.executor.drafting import Drafting
 from quire.executor.handle import Handle, handle_of
 from quire.executor.item_placement import place, rows_to_extend
 from quire.executor.row_extension import packed
@@ -66,6 +70,8 @@ from quire.kv.sequences import check_integer
 from quire.models.families import LoadedModel
 from quire.models.fingerprint import ModelIdentity
 from quire.runner.local import Runner
+from quire.speculation.lookup import Lookup
+from quire.speculation.proposer import Draft
 
 
 @checks_arguments()
@@ -82,7 +88,8 @@ class Executor:
     executor takes any rows. ``modalities``: "vision" and "audio", if the caller has an encoder.
     ``share_prefixes``: a prompt without a cache starts from the longest prefix in live caches,
     unless all its logits are wanted. ``window``, ``sink``: see ``ModelFacts.of``. ``fallbacks``:
-    listed by ``status``.
+    listed by ``status``. ``drafting``: the drafts of a Speculative executor, which
+    otherwise runs as ContinuousBatch; None: by lookup.
     """
 
     def __init__(
@@ -100,6 +107,7 @@ class Executor:
         window: int | None = None,
         sink: int = 0,
         fallbacks: Sequence[str] = (),
+        drafting: Drafting | None = None,
     ) -> None:
         limit = runner.model.max_position
         max_model_len = limit if max_model_len is None else check_integer(max_model_len, "max_model_len", 1)
@@ -108,6 +116,13 @@ class Executor:
         self.executor_type = executor_types.check_type(executor_type)
         batch_size = check_integer(max_batch_size, "max_batch_size", 1)
         self.max_batch_size = 1 if self.executor_type is ExecutorType.SEQUENTIAL else batch_size
+        if drafting is not None and self.executor_type is not ExecutorType.SPECULATIVE:
+            raise InvalidArgument(
+                f"drafting is for executor_type 'Speculative', and this is {self.executor_type.value!r}"
+            )
+        if drafting is None and self.executor_type is ExecutorType.SPECULATIVE:
+            drafting = Drafting(Lookup(), Speculation().depth, runner.model.vocab_size)
+        self.drafting = drafting
         self.prefill_chunk_size = prefill_chunk_size
         self.modalities = check_modalities(modalities)
         self.share_prefixes = share_prefixes
@@ -223,7 +238,7 @@ class Executor:
     def speculative_decode(
         self,
         input: DecodeInput,
-        draft_tokens: Sequence[int],
+        draft_tokens: Sequence[int] | None,
         acceptance_threshold: float,
         *,
         draft_probabilities: Tensor | None = None,
@@ -233,22 +248,121 @@ class Executor:
         """See ``ModelExecutor``. Only exact mode takes ``sampling`` (``InvalidArgument``).
         ``SamplingParams`` are refused with the class to make from them."""
         with self.operation("speculative_decode") as operation:
-            self._require_whole_batch([resolve_cache(self.pool, input.kv_cache)[0]], "speculative_decode")
-            watch = Stopwatch(self.pool.facts.device)
-            output = verification.speculate(
-                self.pool,
-                input,
-                draft_tokens,
+            return self._speculate(
+                [decode_item(self.pool, input, "speculative_decode")],
+                None if draft_tokens is None else [draft_tokens],
                 acceptance_threshold,
                 operation,
-                draft_probabilities=draft_probabilities,
-                sampling=sampling,
-                draft_parents=draft_parents,
+                [draft_probabilities],
+                [sampling],
+                [draft_parents],
+            )[0]
+
+    def batch_speculative_decode(
+        self,
+        inputs: Sequence[DecodeInput],
+        draft_tokens: Sequence[Sequence[int]] | None,
+        acceptance_threshold: float,
+        *,
+        draft_probabilities: Sequence[Tensor | None] | None = None,
+        sampling: Sequence[RequestSampling | SamplingParams | None] | None = None,
+        draft_parents: Sequence[Sequence[int] | None] | None = None,
+    ) -> list[SpeculativeOutput]:
+        """See ``ModelExecutor``."""
+        with self.operation("batch_speculative_decode") as operation:
+            given = (draft_tokens, draft_probabilities, sampling, draft_parents)
+            for name, value in zip(
+                ("draft_tokens", "draft_probabilities", "sampling", "draft_parents"), given, strict=True
+            ):
+                if value is not None and len(value) != len(inputs):
+                    raise InvalidArgument(
+                        f"{name} has {len(value)} entries for {len(inputs)} inputs; give one for each"
+                    )
+            check = partial(decode_item, self.pool, verb=operation.verb)
+            items = distinct_items(check, inputs, operation.verb)
+            nothing = [None] * len(items)
+            return (
+                self._speculate(
+                    items,
+                    draft_tokens,
+                    acceptance_threshold,
+                    operation,
+                    draft_probabilities or nothing,
+                    sampling or nothing,
+                    draft_parents or nothing,
+                )
+                if items
+                else []
             )
-            self.operation_metrics.record_decode(1, watch.seconds(), 1 + output.acceptance_count)
-            if self.on_drafts is not None:
-                self.on_drafts(len(draft_tokens), output.acceptance_count)
-            return output
+
+    def _speculate(
+        self,
+        items: Sequence[CallItem],
+        draft_tokens: Sequence[Sequence[int]] | None,
+        threshold: float,
+        operation: Operation,
+        probabilities: Sequence[Tensor | None],
+        samplings: Sequence[RequestSampling | SamplingParams | None],
+        parents: Sequence[Sequence[int] | None],
+    ) -> list[SpeculativeOutput]:
+        """Verify the drafts of checked items in one forward; None: those of the proposer."""
+        acceptance.check_threshold(threshold)
+        self._require_batch(sum(item.batch_size for item in items), operation.verb)
+        self._require_whole_batch([item.cache for item in items], operation.verb)
+        require_together(self.pool, items)
+        certain, drafts = draft_tokens is None, [Draft()] * len(items)
+        if draft_tokens is None:
+            drafts = self._drafts_of(items, operation.verb)
+            draft_tokens = [draft.tokens for draft in drafts]
+        calls = []
+        for number, (item, tokens, rows, sampling, tree) in enumerate(
+            zip(items, draft_tokens, probabilities, samplings, parents, strict=True)
+        ):
+            with naming_item(operation.verb, number) if len(items) > 1 else nullcontext():
+                calls.append(
+                    verification.checked_speculation(
+                        self.pool,
+                        item,
+                        tokens,
+                        certain=certain,
+                        draft_probabilities=rows,
+                        sampling=sampling,
+                        draft_parents=tree,
+                    )
+                )
+        watch = Stopwatch(self.pool.facts.device)
+        outputs = verification.speculate(self.pool, calls, threshold, operation)
+        seconds = watch.seconds()
+        accepted = sum(output.acceptance_count for output in outputs)
+        self.operation_metrics.record_decode(len(items), seconds, len(items) + accepted)
+        if self.drafting is not None:
+            self.drafting.controller.costs.measured(sum(len(call.drafts) + 1 for call in calls), seconds)
+            for item, draft, output in zip(items, drafts, outputs, strict=True):
+                if certain and item.cache is not None:
+                    self.drafting.verified(item.cache, 0, draft, output.acceptance_count)
+        if self.on_drafts is not None:
+            self.on_drafts(sum(map(len, draft_tokens)), accepted)
+        return outputs
+
+    def _drafts_of(self, items: Sequence[CallItem], verb: str) -> list[Draft]:
+        """Return the drafts of the proposer for rows that run their next token."""
+        if self.drafting is None:
+            raise InvalidArgument(
+                f"{verb}: draft_tokens None asks the executor's own proposer, which only type 'Speculative' has; "
+                "give the drafts",
+                field="draft_tokens",
+            )
+        rows = []
+        most = []
+        for item in items:
+            cache, start = item.cache, item.starts[0]
+            known = None if cache is None else cache.token_ids(0)
+            if cache is None or known is None or item.batch_size != 1:
+                return [Draft()] * len(items)
+            rows.append((cache, 0, np.append(known[:start], item.tokens[0])))
+            limit = self.pool.facts.max_model_len if cache.dynamic else cache.capacity
+            most.append(limit - start - 1)
+        return self.drafting.drafts(rows, most)
 
     def _prefill(
         self, items: Sequence[CallItem], wanted: Sequence[LogitsWanted], operation: Operation, *, keep_chunks: bool
@@ -355,6 +469,8 @@ class Executor:
                 yield operation
             finally:
                 self.pool.sweep()
+                if self.drafting is not None:
+                    self.drafting.forget(self.pool.caches)
 
     def _require_open(self, verb: str) -> None:
         self.lock.require_own()

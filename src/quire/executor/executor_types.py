@@ -13,13 +13,11 @@ from quire.base.errors import InvalidArgument, Unsupported
 from quire.contracts.executor import ExecutorType
 from quire.executor.cache import KVCache
 
-SUPPORTED_TYPES = (ExecutorType.SEQUENTIAL, ExecutorType.BATCH, ExecutorType.CONTINUOUS_BATCH)
-BATCHING_TYPES = (ExecutorType.BATCH, ExecutorType.CONTINUOUS_BATCH)
+BATCHING_TYPES = (ExecutorType.BATCH, ExecutorType.CONTINUOUS_BATCH, ExecutorType.SPECULATIVE)
+SUPPORTED_TYPES = (ExecutorType.SEQUENTIAL, *BATCHING_TYPES)
 
 NO_PARALLELISM = "the runner of this release holds the whole model on one device"
 UNSUPPORTED_TYPES = {
-    ExecutorType.SPECULATIVE: "this release makes no executor with a draft model of its own; "
-    "speculative_decode of any other type verifies drafts that the caller has",
     ExecutorType.PIPELINE_PARALLEL: NO_PARALLELISM,
     ExecutorType.TENSOR_PARALLEL: NO_PARALLELISM,
 }

@@ -49,7 +49,9 @@ class Choices:
 
     def arguments(self, config: ExecutorConfig) -> dict[str, Any]:
         """Keyword arguments of ``Executor`` besides the runner and its identity."""
-        options = dict(config.executor_options)
+        options = {
+            name: value for name, value in config.executor_options.items() if name not in ("kv_dtype", "speculative")
+        }
         found: dict[str, Any] = {
             "executor_type": self.executor_type,
             "max_model_len": config.max_sequence_length,

@@ -21,6 +21,7 @@ from quire.branches.row_media import media_of_rows
 from quire.contracts.executor import CacheLike, ExecutorInputs, ModelAssets, RequestSampling
 from quire.executor.arguments import NO_MASKS, require_adapter, resolve_cache, to_ids
 from quire.executor.cache import KVCache
+from quire.executor.drafting import Drafting, sample_with_drafts
 from quire.executor.executor import Executor
 from quire.executor.forward_packing import Piece, stacked
 from quire.executor.request_sampling import (
@@ -32,7 +33,7 @@ from quire.executor.request_sampling import (
     history_for,
 )
 from quire.executor.row_extension import RowExtension, extensions, packed, require_vocabulary
-from quire.executor.running_calls import Stopwatch
+from quire.executor.running_calls import Operation, Stopwatch
 from quire.executor.transaction import Transaction
 from quire.kv.sequences import check_integer
 
@@ -169,6 +170,9 @@ class LlmExecutor:
             if num_steps == 0:
                 return [[] for _ in tokens]
             draws = self._draws(cache, parts, tokens, sampling)
+            drafting = self.executor.drafting
+            if drafting is not None and not any(part.rewinds for part in parts):
+                return self._drafted(drafting, num_steps, tokens, cache, lora_id, draws, operation)
             steps = ([Piece(row, step, step + 1) for row in range(len(tokens))] for step in range(num_steps))
             with Transaction(self.executor.pool, parts, operation, several=True, forwards=steps) as work:
                 return self._steps(num_steps, tokens, work, cache, draws)
@@ -203,6 +207,29 @@ class LlmExecutor:
             self.executor.operation_metrics.record_decode(len(tokens), taken, len(tokens))
         return drawn
 
+    def _drafted(
+        self,
+        drafting: Drafting,
+        num_steps: int,
+        tokens: Sequence[Ids],
+        cache: KVCache,
+        lora_id: int | None,
+        draws: Sequence[Draw],
+        operation: Operation,
+    ) -> list[list[int]]:
+        """Run and draw, several tokens in a forward where drafts are the tokens drawn."""
+
+        def make(rows: Sequence[int], counts: Sequence[int]) -> list[RowExtension]:
+            wanted = dict(zip(rows, counts, strict=True))
+            sizes = [wanted.get(row, 0) for row in range(cache.batch_size)]
+            parts = extensions(cache, cache.lengths, sizes, adapter=lora_id)
+            return [parts[row] for row in rows]
+
+        record, before = self.executor.operation_metrics.record_decode, cache.capacity
+        drawn = sample_with_drafts(drafting, num_steps, tokens, cache, make, draws, operation, record)
+        self._grow(cache, before)
+        return drawn
+
     def _begin(
         self, inputs: ExecutorInputs, kv_cache: CacheLike, lora_id: int | None, tokens: Sequence[Ids]
     ) -> tuple[KVCache, tuple[int, ...]]:
@@ -232,6 +259,10 @@ class LlmExecutor:
         """Commit; grow a full dynamic cache by ``kv_increment_size`` slots, if the model allows."""
         before = cache.capacity
         work.commit()
+        self._grow(cache, before)
+
+    def _grow(self, cache: KVCache, before: int) -> None:
+        """Grow a dynamic cache that had ``before`` slots and has more."""
         if cache.capacity > before:
             roomy = min(before + self.kv_increment_size, self.executor.pool.facts.max_model_len)
             cache.capacity = max(cache.capacity, roomy)

@@ -92,7 +92,7 @@ def capabilities(
         mechanisms.add(AttentionMechanism.FLASH)
     if facts.is_windowed:
         mechanisms.add(AttentionMechanism.SLIDING_WINDOW)
-    continuous = executor_type is ExecutorType.CONTINUOUS_BATCH
+    continuous = executor_type in (ExecutorType.CONTINUOUS_BATCH, ExecutorType.SPECULATIVE)
     return ExecutorCapabilities(
         max_batch_size=max_batch_size,
         max_sequence_length=facts.max_model_len,

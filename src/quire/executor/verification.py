@@ -9,7 +9,7 @@ Letters: N + 1 tokens or nodes; k draft tokens; R rows of logits; V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from torch import Tensor
@@ -32,6 +32,7 @@ from quire.executor.arguments import (
 )
 from quire.executor.cache import KVCache
 from quire.executor.cache_pool import CachePool
+from quire.executor.drafting import verify_drafts
 from quire.executor.forward_packing import LOGITS_ONLY, RowOutput, WantedOutputs
 from quire.executor.handle import Handle, handle_of
 from quire.executor.row_extension import RowExtension, extensions, placed, require_vocabulary
@@ -154,69 +155,85 @@ def commit_path(pool: CachePool, handle: CacheLike) -> Handle:
     return handle_of(handle.cache)
 
 
-def speculate(
+@dataclass(frozen=True, slots=True, eq=False)
+class Speculated:
+    """One checked speculative call of a sequence."""
+
+    item: CallItem
+    drafts: list[int]
+    parents: tuple[int, ...] | None
+    draft_kV: Tensor | None
+    sampling: RequestSampling | None
+
+    @property
+    def tokens(self) -> Ids:
+        """The input token and the drafts behind it."""
+        return np.array([int(self.item.tokens[0][0]), *self.drafts], dtype=np.int64)
+
+    def accept(self, logits_RV: Tensor, threshold: float) -> acceptance.AcceptResult:
+        """Return what is accepted of the drafts."""
+        if self.sampling is None:
+            return acceptance.accept_by_threshold(logits_RV, self.drafts, threshold, self.parents)
+        return acceptance.rejection_sample(logits_RV, self.drafts, self.draft_kV, self.sampling, self.parents)
+
+    def extension(self, count: int, *, chain: bool) -> RowExtension:
+        """Return the extension by the first ``count`` tokens. ``chain``: not as a tree."""
+        # The input token is node 0, draft i is node i + 1.
+        tree = None if self.parents is None else (-1, *(parent + 1 for parent in self.parents))
+        if tree is None and not chain:
+            tree = tuple(range(-1, count - 1))
+        cache, start = _one_row(self.item)
+        return _extension(cache, start, tree, self.item.adapter, [self.item.positions[0], *([None] * (count - 1))])
+
+
+def checked_speculation(
     pool: CachePool,
-    input: DecodeInput,
+    item: CallItem,
     draft_tokens: Sequence[int],
-    acceptance_threshold: float,
-    operation: Operation,
     *,
+    certain: bool,
     draft_probabilities: Tensor | None,
     sampling: RequestSampling | SamplingParams | None,
     draft_parents: Sequence[int] | None,
-) -> SpeculativeOutput:
-    """See ``ModelExecutor.speculative_decode``."""
+) -> Speculated:
+    """Check the drafts of one sequence. ``certain``: they were not drawn from probabilities."""
     if isinstance(sampling, SamplingParams):
         raise InvalidArgument(f"speculative_decode: sampling must be {PARAMS_OF_A_REQUEST}; got SamplingParams")
-    acceptance.check_threshold(acceptance_threshold)
-    item = decode_item(pool, input, "speculative_decode")
     if item.asked != LOGITS_ONLY:
         raise Unsupported(f"speculative_decode: {LOGITS_OF_SPECULATION}")
     if item.batch_size != 1:
         raise InvalidArgument(f"speculation is for one sequence; the cache has {item.batch_size} rows")
-    cache, start = _one_row(item)
     drafts = list(draft_tokens)
-    ids = np.array([int(item.tokens[0][0]), *drafts], dtype=np.int64)
-    require_vocabulary(ids, pool.facts.vocab_size, "draft_tokens")
+    require_vocabulary(np.array(drafts, dtype=np.int64), pool.facts.vocab_size, "draft_tokens")
     parents = None if draft_parents is None else tree_of(draft_parents, len(drafts), "draft_parents")
-    if (draft_probabilities is None) != (sampling is None):
+    if (draft_probabilities is None) != (sampling is None) and not (certain and draft_probabilities is None):
         raise InvalidArgument(
             "exact mode takes draft_probabilities and sampling together; the threshold rule takes neither"
         )
     draft_kV = None
     if draft_probabilities is not None:
         draft_kV = acceptance.check_draft_probabilities(draft_probabilities, drafts, pool.facts.vocab_size)
+    return Speculated(item, drafts, parents, draft_kV, sampling)
 
-    def judge(rows_RV: Tensor) -> acceptance.AcceptResult:
-        if draft_kV is None or sampling is None:
-            return acceptance.accept_by_threshold(rows_RV, drafts, acceptance_threshold, parents)
-        return acceptance.rejection_sample(rows_RV, drafts, draft_kV, sampling, parents)
 
-    # The input token is node 0, draft i is node i + 1.
-    tree = None if parents is None else (-1, *(parent + 1 for parent in parents))
-    given = [item.positions[0], *([None] * len(drafts))]
-    part = _extension(cache, start, tree, item.adapter, given)
-    # Recurrent layers can be cut behind an accepted token only if its state is there.
-    is_recurrent = bool(pool.facts.recurrent_ids) and bool(drafts) and tree is None
-    with Transaction(
-        pool, [part], operation, several=is_recurrent, tree_if_room=is_recurrent, may_retry=is_recurrent
-    ) as work:
-        rows_RV = work.run([ids], ["all"])[0].logits_RV
-        verdict = judge(rows_RV)
-        taken = 1 + verdict.accepted
-        if part.new.parents is not None:
-            work.commit([verdict.row])
-        elif not is_recurrent or taken == len(ids):
-            work.commit([taken])
-    if is_recurrent and part.new.parents is None and taken < len(ids):
-        # That run was undone; now with the accepted tokens alone.
-        with Transaction(pool, [_extension(cache, start, None, item.adapter, given[:taken])], operation) as work:
-            work.run([ids[:taken]], ["none"])
-            work.commit()
-        pool.replayed_tokens += taken
-    return SpeculativeOutput(
-        accepted_tokens=tuple(drafts[index] for index in verdict.path),
-        next_logits=rows_RV[verdict.row : verdict.row + 1].clone(),
-        kv_cache=handle_of(cache),
-        next_probs=verdict.next_probs,
+def speculate(
+    pool: CachePool, calls: Sequence[Speculated], acceptance_threshold: float, operation: Operation
+) -> list[SpeculativeOutput]:
+    """Run checked calls in one forward; see ``ModelExecutor.speculative_decode``."""
+    chains = all(call.parents is None for call in calls)
+    rows, found = verify_drafts(
+        pool,
+        lambda counts: [call.extension(count, chain=chains) for call, count in zip(calls, counts, strict=True)],
+        [call.tokens for call in calls],
+        lambda rows: [call.accept(rows_RV, acceptance_threshold) for call, rows_RV in zip(calls, rows, strict=True)],
+        operation,
     )
+    return [
+        SpeculativeOutput(
+            accepted_tokens=tuple(call.drafts[index] for index in result.path),
+            next_logits=rows_RV[result.row : result.row + 1].clone(),
+            kv_cache=handle_of(_one_row(call.item)[0]),
+            next_probs=result.next_probs,
+        )
+        for call, rows_RV, result in zip(calls, rows, found, strict=True)
+    ]

@@ -38,6 +38,10 @@ class GrammarMatcher:
         """Of a core, since the last token."""
         self._coming: Coming[Words] | None = None
 
+    def fork(self) -> GrammarMatcher:
+        """Return a matcher at the same place."""
+        return GrammarMatcher(self.inner.deep_copy())
+
     def accept(self, token: int) -> float:
         """Take in a ``token`` that joined the text and did not end it; return seconds of a core.
         ``ResourceExhausted`` if the grammar has stopped: only beyond limits on a parser's size."""

@@ -5,6 +5,7 @@ Letters: V vocabulary; N distinct token ids.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Sequence
 from functools import partial
@@ -112,6 +113,15 @@ class RequestSampler:
         """Tokens drawn so far; kept only for penalties and processors."""
         self._generator = None if params.is_greedy else make_generator(params.seed, index, entropy)
         self._returned: list[float] = []
+
+    def fork(self, params: SamplingParams) -> RequestSampler:
+        """Return a sampler that draws what this one would draw next. ``params``: its own, which
+        differ in what is no part of a draw."""
+        found = copy.copy(self)
+        found.params, found.output, found._returned = params, list(self.output), list(self._returned)
+        found.counts = copy.deepcopy(self.counts)
+        found._generator = None if self._generator is None else self._generator.clone_state()
+        return found
 
     @property
     def prompt_ids(self) -> list[int]:

@@ -6,6 +6,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from quire.base.errors import QuireError
 from quire.base.token_history import Ids
 
 
@@ -48,3 +49,20 @@ class Proposer(Protocol):
 
     def ended(self, context: Context) -> None:
         """Note that a request has ended, and forget it."""
+
+
+def proposed(proposer: Proposer, contexts: Sequence[Context], most: Sequence[int]) -> list[Draft]:
+    """Return the drafts of a proposer. ``QuireError`` if there is not one for each request."""
+    drafts = list(proposer.propose(contexts, most))
+    if len(drafts) != len(contexts):
+        raise QuireError(f"{len(drafts)} drafts for {len(contexts)} requests")
+    return drafts
+
+
+def problem_of(draft: Draft, vocab_size: int, most: int) -> str:
+    """Return the reason why the first ``most`` tokens of a draft cannot be verified; empty: they
+    can."""
+    bad = [token for token in draft.tokens[:most] if not 0 <= token < vocab_size]
+    if bad:
+        return f"gave token {bad[0]}, outside of 0..{vocab_size - 1}"
+    return "gave no chance per draft" if len(draft.chances) != len(draft.tokens) else ""

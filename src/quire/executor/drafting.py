@@ -1,0 +1,228 @@
+"""``Drafting``: the drafts of an executor of type Speculative, of the engine's proposers.
+
+A row is to a proposer what a request of the engine is: its tokens, and the next one, which has not
+run. All rows have one salt. A row that goes back, or whose tokens are replaced, is a new one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+from torch import Tensor
+
+from quire.base.errors import Cancelled, ResourceExhausted
+from quire.base.token_history import Ids
+from quire.executor.acceptance import AcceptResult
+from quire.executor.cache import KVCache
+from quire.executor.cache_pool import CachePool
+from quire.executor.request_sampling import Draw
+from quire.executor.rewinding import truncate
+from quire.executor.row_extension import RowExtension
+from quire.executor.running_calls import Operation, Stopwatch
+from quire.executor.transaction import Transaction
+from quire.speculation.controller import Controller, Trust
+from quire.speculation.proposer import Context, Draft, Proposer, problem_of, proposed
+
+logger = logging.getLogger("quire.executor")
+
+Accept = Callable[[Sequence[Tensor]], Sequence[AcceptResult]]
+"""From the logits of each row, ``[R, V]``, to what is accepted of its drafts."""
+
+
+@dataclass(eq=False, slots=True)
+class KnownRow:
+    """A row of a cache, as a proposer knows it."""
+
+    context: Context
+    trust: Trust = field(default_factory=Trust)
+
+
+class Drafting:
+    """Asks a proposer for the drafts of rows."""
+
+    def __init__(self, proposer: Proposer, depth: int, vocab_size: int) -> None:
+        """``depth``: most drafts of a row in one forward."""
+        self.proposer, self.depth, self._vocab_size = proposer, depth, vocab_size
+        self.controller = Controller()
+        self.dropped = ""
+        """The reason why the proposer is not asked any more."""
+        self._rows: dict[tuple[str, int], KnownRow] = {}
+        """By cache and row."""
+
+    def drafts(self, rows: Sequence[tuple[KVCache, int, Ids]], most: Sequence[int]) -> list[Draft]:
+        """Return drafts of rows, at most ``most[i]`` of row i: as many as pay. ``rows``: of each
+        the cache, its row there, and all tokens, of which the last one has not run."""
+        if self.dropped:
+            return [Draft()] * len(rows)
+        known = [self._known(cache, row, ids) for cache, row, ids in rows]
+        most = [max(0, min(self.depth, count)) for count in most]
+        try:
+            found = proposed(self.proposer, [one.context for one in known], most)
+            problems = [problem_of(draft, self._vocab_size, count) for draft, count in zip(found, most, strict=True)]
+            if bad := next(filter(None, problems), ""):
+                self.dropped = f"the proposer {self.proposer.name} {bad}"
+        except Exception as error:
+            logger.warning("the proposer %s failed; rows go on without it", self.proposer.name, exc_info=True)
+            self.dropped = f"the proposer {self.proposer.name} raised {type(error).__name__}: {error}"
+        if self.dropped:
+            return [Draft()] * len(rows)
+        chances = [
+            [chance * one.trust.factor for chance in draft.chances[:count]]
+            for one, draft, count in zip(known, found, most, strict=True)
+        ]
+        depths = self.controller.depths(chances, decodes=len(rows), rows=len(rows), most=sum(map(len, chances)))
+        return [
+            Draft(draft.tokens[:depth], draft.chances[:depth], self.proposer.name)
+            for draft, depth in zip(found, depths, strict=True)
+        ]
+
+    def verified(self, cache: KVCache, row: int, draft: Draft, accepted: int) -> None:
+        """Note how many drafts of a row were accepted."""
+        if (known := self._rows.get((cache.cache_id, row))) is not None:
+            if draft.tokens:
+                known.trust.verified(draft.chances, accepted)
+            else:
+                known.trust.rested()
+
+    def forget(self, live: Collection[str]) -> None:
+        """Forget the rows of all caches but ``live`` ones."""
+        for name in [name for name in self._rows if name[0] not in live]:
+            self.proposer.ended(self._rows.pop(name).context)
+
+    def _known(self, cache: KVCache, row: int, ids: Ids) -> KnownRow:
+        name: tuple[str, int] = cache.cache_id, row
+        known = self._rows.get(name)
+        if known is not None:
+            before = known.context.ids
+            if len(ids) >= len(before) and np.array_equal(ids[: len(before)], before):
+                known.context = Context(name, ids, known.context.num_prompt, None)
+                return known
+            self.proposer.ended(known.context)
+        known = self._rows[name] = KnownRow(Context(name, ids, len(ids), None))
+        return known
+
+
+def verify_drafts(
+    pool: CachePool,
+    make: Callable[[Sequence[int]], list[RowExtension]],
+    ids: Sequence[Ids],
+    accept: Accept,
+    operation: Operation,
+) -> tuple[list[Tensor], list[AcceptResult]]:
+    """Run the next token of each row and the drafts behind it; keep the accepted ones. Return the
+    logits and what was accepted. ``make`` returns the extensions by so many tokens of each row."""
+    counts = [len(one) for one in ids]
+    parts = make(counts)
+    chains = all(part.new.parents is None for part in parts)
+    # Recurrent layers can be cut behind an accepted token only if its state is there.
+    is_recurrent = bool(pool.facts.recurrent_ids) and chains and max(counts) > 1
+    with Transaction(
+        pool, parts, operation, several=is_recurrent, tree_if_room=is_recurrent, may_retry=is_recurrent
+    ) as work:
+        rows = [one.logits_RV for one in work.run(ids, ["all"] * len(ids))]
+        found = list(accept(rows))
+        taken = [1 + one.accepted for one in found]
+        opened = parts[0].new.parents is not None
+        if opened:
+            work.commit([one.row for one in found])
+        elif not is_recurrent or taken == counts:
+            work.commit(taken)
+    if is_recurrent and not opened and taken != counts:
+        # That run was undone; now with the accepted tokens alone.
+        with Transaction(pool, make(taken), operation) as work:
+            work.run([one[:count] for one, count in zip(ids, taken, strict=True)], ["none"] * len(ids))
+            work.commit()
+        pool.replayed_tokens += sum(taken)
+    return rows, found
+
+
+def sample_with_drafts(
+    drafting: Drafting,
+    num_steps: int,
+    tokens: Sequence[Ids],
+    cache: KVCache,
+    make: Callable[[Sequence[int], Sequence[int]], list[RowExtension]],
+    draws: Sequence[Draw],
+    operation: Operation,
+    record: Callable[[int, float, int], None],
+) -> list[list[int]]:
+    """Draw ``num_steps`` tokens for each row of a cache, several in a forward where drafts are the
+    tokens drawn. Each forward counts by itself: a cancelled call keeps the complete ones.
+
+    ``make`` returns the extensions of rows, by their indices, by so many tokens of each. ``record``
+    takes the rows, seconds and tokens of a forward.
+    """
+    pool = cache.pool
+    drawn: list[list[int]] = [[] for _ in tokens]
+    everything = make(range(len(tokens)), [num_steps] * len(tokens))
+    for part in everything:
+        part.require_limits(pool.facts)
+    if missing := pool.missing_pages([part.row.seq for part in everything], [num_steps] * len(tokens)):
+        raise ResourceExhausted(f"no room for the call: {missing} pages are missing; release or clear caches")
+    starts = cache.lengths
+    for row in cache.rows:
+        cache.mark(row)
+    try:
+        while rows := [row for row, found in enumerate(drawn) if len(found) < num_steps]:
+            _round(drafting, num_steps, rows, tokens, drawn, cache, make, draws, operation, record)
+    except Cancelled:
+        raise Cancelled(
+            f"{operation.verb} was cancelled after {sum(map(len, drawn))} of {num_steps * len(drawn)} tokens",
+            [token for row in drawn for token in row],
+        ) from None
+    except BaseException:
+        truncate(cache, starts, operation)
+        raise
+    return drawn
+
+
+def _round(
+    drafting: Drafting,
+    num_steps: int,
+    rows: Sequence[int],
+    tokens: Sequence[Ids],
+    drawn: list[list[int]],
+    cache: KVCache,
+    make: Callable[[Sequence[int], Sequence[int]], list[RowExtension]],
+    draws: Sequence[Draw],
+    operation: Operation,
+    record: Callable[[int, float, int], None],
+) -> None:
+    """Run one forward of some rows, and draw behind their last tokens and accepted drafts."""
+    last = [np.array(drawn[row][-1:] or tokens[row], dtype=np.int64) for row in rows]
+    known = [cache.token_ids(row) for row in rows]
+    drafts = [Draft()] * len(rows)
+    if all(ids is not None for ids in known):
+        whole = [np.concatenate((ids, one)) for ids, one in zip(known, last, strict=True) if ids is not None]
+        places = [(cache, row, ids) for row, ids in zip(rows, whole, strict=True)]
+        drafts = drafting.drafts(places, [num_steps - len(drawn[row]) - 1 for row in rows])
+    ids = [np.array([*one, *draft.tokens], dtype=np.int64) for one, draft in zip(last, drafts, strict=True)]
+    new: list[list[int]] = []
+
+    def accept(logits: Sequence[Tensor]) -> list[AcceptResult]:
+        new.extend(
+            _draw_behind(rows_RV, draft.tokens, draws[row])
+            for row, rows_RV, draft in zip(rows, logits, drafts, strict=True)
+        )
+        return [AcceptResult(tuple(range(len(one) - 1))) for one in new]
+
+    watch = Stopwatch(cache.pool.facts.device)
+    verify_drafts(cache.pool, partial(make, rows), ids, accept, operation)
+    seconds = watch.seconds()
+    drafting.controller.costs.measured(sum(map(len, ids)), seconds)
+    for row, draft, found in zip(rows, drafts, new, strict=True):
+        drawn[row] += found
+        drafting.verified(cache, row, draft, len(found) - 1)
+    record(len(rows), seconds, sum(map(len, new)))
+
+
+def _draw_behind(rows_RV: Tensor, drafts: Sequence[int], draw: Draw) -> list[int]:
+    """Draw the next token, and while it is the next draft, the one behind it."""
+    found = [draw(rows_RV[:1])]
+    while len(found) <= len(drafts) and found[-1] == drafts[len(found) - 1]:
+        found.append(draw(rows_RV[len(found) : len(found) + 1]))
+    return found

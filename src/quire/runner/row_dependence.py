@@ -1,0 +1,87 @@
+"""Whether a row of a model depends on the rows beside it, by what computes its blocks.
+
+The C++ products, norms and attention of CPUs compute each row by itself, in one order, whatever
+else a forward runs (``contracts.linear``, ``tests/kernels``). PyTorch's products choose that order
+by the number of rows, and its operations of two roundings by the place of a value in its tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from quire.kernels.attention.cpu_attention import NativeAttention
+from quire.kernels.rows.cpu_rows import NativeRows
+from quire.kv.state import State
+from quire.models.blocks import ParallelBlock, PostNormBlock, PreNormBlock, SandwichBlock
+from quire.models.decoder import Decoder
+from quire.nn.attention import Attention
+from quire.nn.experts import ActivatedGate, Experts
+from quire.nn.mlp import GatedMLP
+from quire.nn.norm import RMSNorm
+from quire.nn.packed import LAYERS, KernelLinear, parts_of
+
+BLOCKS = (PreNormBlock, PostNormBlock, SandwichBlock, ParallelBlock)
+"""Blocks whose own operations are sums of two values."""
+
+
+def row_dependence(model: object, state: State) -> str:
+    """Return what makes rows depend on others; empty: nothing does, so that a row is the same to
+    the bit in any batch and any division of its tokens."""
+    if state.device.type != "cpu":
+        return f"kernels of {state.device.type} choose the order of sums by the batch"
+    if not isinstance(model, Decoder):
+        return f"{getattr(model, 'architecture', type(model).__name__)} has layers that PyTorch computes"
+    if not isinstance(state.parts.paged.backend, NativeAttention) or state.dtype != model.dtype:
+        return "attention is not that of the C++ kernels, or K and V have another dtype than the weights"
+    if model._logit_softcap is not None:
+        return "PyTorch caps the logits"
+    if not isinstance(model.lm_head, KernelLinear):
+        return "PyTorch multiplies with the weights of the head"
+    return next(filter(None, map(_of_block, model.blocks)), "")
+
+
+def content_dependence(model: object) -> str:
+    """Return what makes a row depend on which tokens other rows have, also where their number is
+    fixed; empty: nothing does. An expert has as many rows as the tokens choose it."""
+    if getattr(model, "fallback", False):
+        return "transformers computes its layers"
+    for experts in _experts(getattr(model, "blocks", ())):
+        maps = (*experts.gate_up.maps, *experts.down.maps)
+        if not maps or not all(isinstance(one, KernelLinear) for one in maps):
+            return "the products of its experts depend on how many rows chose each"
+        if not (isinstance(experts.gate, ActivatedGate) and isinstance(experts.gate.row_kernels, NativeRows)):
+            return "PyTorch computes the activations of its experts' rows"
+    return ""
+
+
+def _experts(part: object) -> Iterator[Experts]:
+    if isinstance(part, Experts):
+        yield part
+    elif isinstance(part, list | tuple):
+        for one in part:
+            yield from _experts(one)
+    elif type(part).__module__.startswith(LAYERS):
+        for _, one in parts_of(part):
+            yield from _experts(one)
+
+
+def _of_block(block: object) -> str:
+    if type(block) not in BLOCKS:
+        return f"PyTorch computes parts of a {type(block).__name__}"
+    for part in _parts(block):
+        maps = (part.qkv, part.out) if isinstance(part, Attention) else ()
+        maps = (part.gate_up, part.down) if isinstance(part, GatedMLP) else maps
+        if not (maps and all(isinstance(one, KernelLinear) for one in maps)) and not isinstance(part, RMSNorm):
+            return f"PyTorch computes a {type(part).__name__}"
+    return ""
+
+
+def _parts(block: object) -> Iterator[object]:
+    """Yield the layers and norms of a block, norms of heads included."""
+    names = ("attention_norm", "attention", "attention_out_norm", "mlp_norm", "mlp", "mlp_out_norm", "norm")
+    for part in (getattr(block, name, None) for name in names):
+        if part is not None:
+            yield part
+    for norm in (getattr(getattr(block, "attention", None), name, None) for name in ("q_norm", "k_norm")):
+        if norm is not None:
+            yield norm
