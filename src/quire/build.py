@@ -55,9 +55,12 @@ from quire.kv.recurrent import bytes_per_state
 from quire.kv.state import State
 from quire.kv.storage import bytes_per_token
 from quire.models.catalogue import resolve_model, resolve_tokenizer
+from quire.models.eagle import load_eagle
 from quire.models.families import LoadedModel
 from quire.models.fingerprint import length_rule_of, model_fingerprint
+from quire.models.heads import Head
 from quire.models.loading import Outline, load_model
+from quire.models.mtp import load_mtp
 from quire.models.sources import read_generation_config
 from quire.runner.graph import CudaCapture, GraphRunner, usual_sizes
 from quire.runner.local import LocalRunner, Runner
@@ -87,6 +90,7 @@ from quire.runner.pool_budget import (
 )
 from quire.sampling.seen_tokens import SeenTokens
 from quire.speculation.draft_model import DraftModel, check_vocabulary, check_vocabulary_size
+from quire.speculation.heads import Heads
 from quire.store.memory import MemoryTier
 from quire.store.stack import Store
 from quire.store.urls import open_tiers, state_tier
@@ -155,13 +159,15 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
     max_len = longest_of(config, model.max_position)
     format = kv_format(config.kv_dtype, model.dtype)
     adapters = make_adapters(model, config.adapter_ranks, config.adapter_memory)
-    draft = None if speculation is None else load_draft_model(config, speculation, model, tokenizer, device, progress)
+    draft = None
+    if speculation is not None:
+        draft = load_drafter(config, speculation, path, model, tokenizer, device, max_len, progress)
     captures = device.type == "cuda" and not config.enforce_eager and not getattr(model, "fallback", False)
     runs_ahead = device.type != "cpu" and config.async_scheduling
     budget = pool_budget(config, model, adapters, format, device, max_len, captures=captures)
-    proposer: DraftModel | None = None
-    if draft is not None:
-        proposer, budget = make_draft_model(config, draft, model, budget, format, device, max_len)
+    proposer: DraftModel | Heads | None = None
+    if draft is not None and speculation is not None:
+        proposer, budget = make_drafter(config, speculation, draft, model, budget, format, device, max_len)
     sizes = pool_sizes(config, model.layer_specs, format, max_len, budget, slack=int(runs_ahead))
     state = make_state(
         model.layer_specs,
@@ -250,54 +256,66 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
     return Parts(config, path, engine, model, runner, tokenizer, identity, named, defaults, notes)
 
 
-def load_draft_model(
+def load_drafter(
     config: EngineConfig,
     speculation: Speculation,
+    path: Path,
     model: LoadedModel,
     tokenizer: Tokenizer | None,
     device: torch.device,
+    max_len: int,
     progress: bool,
-) -> LoadedModel | None:
-    """Load the model that drafts; None: the method has none. ``InvalidArgument`` if its vocabulary
-    is not that of ``model``."""
+) -> LoadedModel | Head | None:
+    """Load the model or the head that drafts for ``model``, which is in ``path``; None: the method
+    has none. ``InvalidArgument`` if it does not fit the model."""
+    kernels = layer_kernels(device, config.quantization)
+    if speculation.method == "mtp":
+        return load_mtp(path, model, kernels)
     if speculation.model is None:
         return None
     name = os.fspath(speculation.model)
-    path = resolve_model(name)
-    check_vocabulary(name, Tokenizer.from_path(path), tokenizer)
+    own_path = resolve_model(name)
+    if speculation.method == "eagle":
+        return load_eagle(own_path, model, max_len, kernels)
+    check_vocabulary(name, Tokenizer.from_path(own_path), tokenizer)
     draft = load_model(
-        path,
+        own_path,
         device=device,
         dtype=config.dtype,
         progress=progress,
         max_model_len=config.max_model_len,
-        kernels=layer_kernels(device, config.quantization),
+        kernels=kernels,
     )
     check_vocabulary_size(name, draft.vocab_size, model.vocab_size)
     return draft
 
 
-def make_draft_model(
+def make_drafter(
     config: EngineConfig,
-    draft: LoadedModel,
+    speculation: Speculation,
+    draft: LoadedModel | Head,
     model: LoadedModel,
     budget: Budget,
     format: KVFormat,
     device: torch.device,
     max_len: int,
-) -> tuple[DraftModel, Budget]:
-    """Return the proposer of a loaded model, and the budget that its pool leaves. Both pools hold
-    about as many tokens. ``ResourceExhausted`` if its share holds no sequence."""
+) -> tuple[DraftModel | Heads, Budget]:
+    """Return the proposer of a loaded model or head, and the budget that its pool leaves. Both
+    pools hold about as many tokens. ``ResourceExhausted`` if its share holds no sequence."""
+    kind = "head" if isinstance(draft, Head) else "draft model"
     own_format, length = kv_format("auto", draft.dtype), min(max_len, draft.max_position)
     own = sequence_bytes(draft.layer_specs, own_format, length)
     share = budget.nbytes * own // max(1, own + sequence_bytes(model.layer_specs, format, max_len))
-    words = f"speculative: the draft model's share of the KV pool, {size_words(share)} of {size_words(budget.nbytes)}, holds"
+    words = f"speculative: the {kind}'s share of the KV pool, {size_words(share)} of {size_words(budget.nbytes)}, holds"
     sizes = pool_sizes(config, draft.layer_specs, own_format, length, Budget(share, words, budget.advice))
     state = make_state(draft.layer_specs, sizes, config.page_size, own_format, device, config.attention_backend)
     left = budget.nbytes - state.num_bytes
-    words = f"{size_words(left)} for the KV pool, beside {size_words(state.num_bytes)} for the draft model's, hold"
-    proposer = DraftModel(LocalRunner(draft, state, device), max_len=length, step_tokens=sizes.step_tokens)
-    return proposer, replace(budget, nbytes=left, words=words)
+    words = f"{size_words(left)} for the KV pool, beside {size_words(state.num_bytes)} for the {kind}'s, hold"
+    budget, runner = replace(budget, nbytes=left, words=words), LocalRunner(draft, state, device)
+    if isinstance(draft, Head):
+        head = Heads(runner, draft, speculation.method, max_len=length, step_tokens=sizes.step_tokens)
+        return head, budget
+    return DraftModel(runner, max_len=length, step_tokens=sizes.step_tokens), budget
 
 
 def expanded_weights(model: LoadedModel) -> Iterator[str]:

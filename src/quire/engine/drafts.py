@@ -17,13 +17,14 @@ from quire.base.errors import QuireError
 from quire.base.metrics import EngineMetrics
 from quire.base.speculation import Speculation, SpeculationCounts
 from quire.engine.request import Request
-from quire.engine.step_draft import StepDraft
+from quire.engine.step_draft import Scheduled, StepDraft
 from quire.speculation.controller import Controller, Trust
-from quire.speculation.proposer import Context, Draft, Proposer
+from quire.speculation.proposer import Context, Draft, FeatureReader, Proposer, Rows
 
 if TYPE_CHECKING:
     from quire.contracts.kv_state import ModelState
     from quire.grammars.matcher import GrammarMatcher
+    from quire.runner.local import StepOutput
     from quire.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("quire.engine")
@@ -146,15 +147,17 @@ class Drafts:
             if len(drafts) != len(requests):
                 raise QuireError(f"{len(drafts)} drafts for {len(requests)} requests")
         except Exception as error:
-            logger.warning(
-                "the proposer %s failed; these requests go on without it", self._proposer.name, exc_info=True
-            )
-            for request in requests:
-                self.of(request).dropped = f"the proposer {self._proposer.name} raised {type(error).__name__}: {error}"
+            self._drop(requests, error)
             drafts = [Draft()] * len(requests)
         return [
             self._checked(request, draft, count) for request, draft, count in zip(requests, drafts, most, strict=True)
         ]
+
+    def _drop(self, requests: Sequence[Request], error: Exception) -> None:
+        """Leave out the proposer for these requests, from within the handling of its error."""
+        logger.warning("the proposer %s failed; these requests go on without it", self._proposer.name, exc_info=True)
+        for request in requests:
+            self.of(request).dropped = f"the proposer {self._proposer.name} raised {type(error).__name__}: {error}"
 
     def _checked(self, request: Request, draft: Draft, most: int) -> Draft:
         """Return the beginning of a draft that can be verified."""
@@ -196,6 +199,34 @@ class Drafts:
             found = [depth // 2 for depth in found]
         return found
 
+    def layers(self, requests: Sequence[Request]) -> tuple[int, ...]:
+        """Return the blocks whose outputs the proposer reads of a step of these requests."""
+        if isinstance(self._proposer, FeatureReader) and any(map(self._is_read, requests)):
+            return self._proposer.layers
+        return ()
+
+    def _is_read(self, request: Request) -> bool:
+        return request.params is not None and request.params.speculative and not self.of(request).dropped
+
+    def ran_rows(self, scheduled: Scheduled, output: StepOutput) -> None:
+        """Give the proposer the outputs of the blocks that it reads. One that fails is dropped for
+        these requests."""
+        if not output.features or not isinstance(self._proposer, FeatureReader):
+            return
+        counts = [len(chunk.tokens) for chunk in scheduled.step.chunks]
+        parts = zip(*(feature_TE.split(counts) for feature_TE in output.features), strict=True)
+        read = [
+            (request, Rows(context_of(request), extension.start, chunk.tokens, features))
+            for request, extension, chunk, features in zip(
+                scheduled.requests, scheduled.extensions, scheduled.step.chunks, parts, strict=True
+            )
+            if self._is_read(request)
+        ]
+        try:
+            self._proposer.ran([rows for _, rows in read])
+        except Exception as error:
+            self._drop([request for request, _ in read], error)
+
     def verified(self, request: Request) -> None:
         """Note how many drafts of the step under way became tokens of a request."""
         if (notes := self._requests.get(request)) is None or (draft := notes.verifying) is None:
@@ -220,6 +251,8 @@ class Drafts:
     def may_run_ahead(self) -> bool:
         """Return whether another step may be queued before the tokens of the last one are known.
         Its requests have no drafts."""
+        if isinstance(self._proposer, FeatureReader):
+            return False  # It reads each step, with its tokens.
         self._ahead = (self._ahead + 1) % STEPS_AHEAD
         return self._ahead != 0
 
