@@ -1,0 +1,453 @@
+"""Drafts of heads that read hidden states: their logits are those of the definition, tokens those
+of plain steps, and hidden states those of the right tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from quire import LLM, SamplingParams, Speculation
+from quire.base.types import Add, Chunk, Inputs, Remove, SeqId, Step
+from quire.build import make_state
+from quire.kv.plain_format import kv_format
+from quire.runner.local import LocalRunner
+from quire.runner.pool_budget import PoolSizes
+from quire.speculation import heads
+from quire.speculation.controller import Pace
+from quire.speculation.heads import Heads
+from quire.speculation.proposer import Context
+
+from .conftest import (
+    FAMILIES,
+    Checkpoint,
+    MakeLLM,
+    assert_empty,
+    check,
+    engine_of,
+    greedy,
+    make_checkpoint,
+    make_family,
+    random_tokens,
+    token_ids,
+)
+from .head_checkpoints import MTP, WIDE, eagle_follower, make_eagle, make_mtp, mtp_follower
+from .test_speculation import Drafted, Everything, drafts_of, step_all
+from .test_steps_ahead import REQUEST, array, run
+
+PROMPT = random_tokens(20)
+OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "kv_cache_memory": "4MiB", "max_num_seqs": 4}
+EAGLE = {"llama": (0, 0, 1), "gemma3": (1, 0, 1), "qwen3-next": (2, 0, 3)}
+"""Targets of EAGLE-3 heads, and the blocks that these read."""
+EVERY = (*(f"eagle-{kind}" for kind in EAGLE), *(f"mtp-{kind}" for kind in MTP))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def drafts_at_any_price() -> Iterator[None]:
+    """Nothing depends on time, and no chain ends early."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Pace, "drafts", lambda *_: True)
+        patch.setattr(heads, "LEAST_CHANCE", 0.0)
+        yield
+
+
+class Made:
+    """A target, the option that names its head, and what defines the head's logits."""
+
+    def __init__(self, target: Checkpoint, option: str, logits: Callable[[Sequence[int]], Tensor]) -> None:
+        self.target, self.option, self.logits = target, option, logits
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
+    known: dict[str, Made] = {}
+
+    def make(name: str) -> Made:
+        if name not in known:
+            path, (method, _, kind) = tmp_path_factory.mktemp("heads"), name.partition("-")
+            if method == "mtp":
+                mtp = make_mtp(kind, path / "target")
+                known[name] = Made(mtp.target, "mtp", mtp.logits)
+            else:
+                maker = make_checkpoint if kind in FAMILIES else make_family
+                target = maker(kind, path / "target")
+                head = make_eagle(path / "head", EAGLE[kind], width=target.model.config.hidden_size)
+                known[name] = Made(target, f"eagle:{head.path}", lambda tokens: head.logits(target, tokens))
+        return known[name]
+
+    return make
+
+
+def proposer_of(llm: LLM) -> Heads:
+    found = drafts_of(llm)._proposer
+    assert isinstance(found, Heads)
+    return found
+
+
+def drafting(make_llm: MakeLLM, one: Made, *, depth: int = 16, **options: Any) -> LLM:
+    """An LLM with a head, all of whose drafts are verified."""
+    method, _, model = one.option.partition(":")
+    speculative = Speculation(method=method, model=model or None, depth=depth)  # type: ignore[arg-type]
+    llm = make_llm(one.target, **{"kv_cache_memory": "4MiB", **options, "speculative": speculative})
+    drafts_of(llm).controller = Everything()
+    return llm
+
+
+def check_head(llm: LLM, *, empty: bool = True) -> None:
+    """The bookkeeping of the head's state."""
+    proposer = proposer_of(llm)
+    state = proposer.runner.state
+    state.check()
+    readers = {one.seq: one for one in proposer._readers.values()}
+    assert set(state.sequence_ids()) <= set(readers)
+    for seq, reader in readers.items():
+        rows = state.sequence_length(seq) if state.has_sequence(seq) else 0
+        assert rows >= reader.num_run
+        assert reader.first <= reader.next
+        assert reader.known <= len(reader.tokens)
+    if empty:
+        assert not readers
+        assert state.empty()
+
+
+def near(found: Tensor, wanted: Tensor, tolerance: float = 2e-4) -> None:
+    assert found.shape == wanted.shape
+    assert float((found.double() - wanted).abs().max()) <= tolerance * float(wanted.abs().max())
+
+
+# -- the definition --------------------------------------------------------------------------------
+
+
+def run_whole(runner: Any, tokens: Sequence[int], cut: int, **given: Any) -> list[Any]:
+    """Run a sequence in chunks of ``cut`` tokens."""
+    seq: SeqId = runner.new_seq()
+    runner.execute(Step(edits=(Add(seq),)))
+    outputs = []
+    for start in range(0, len(tokens), cut):
+        chunk = Chunk(seq, list(tokens[start : start + cut]), logits=given.get("logits", "none"))
+        rows = given.get("rows")
+        inputs = Inputs(
+            embeddings=None if rows is None else rows[start : start + cut], features=given.get("features", ())
+        )
+        outputs.append(runner.execute(Step(chunks=(chunk,), inputs=inputs)))
+    runner.execute(Step(edits=(Remove(seq),)))
+    return outputs
+
+
+@pytest.mark.parametrize("cut", [40, 7, 1])
+@pytest.mark.parametrize("name", EVERY)
+def test_logits_are_those_of_the_definition(made: Any, make_llm: MakeLLM, name: str, cut: int) -> None:
+    one, tokens = made(name), random_tokens(40)
+    llm = drafting(make_llm, one)
+    proposer = proposer_of(llm)
+    outputs = run_whole(engine_of(llm).runner, tokens, cut, features=proposer.layers)
+    parts = zip(*(output.features for output in outputs), strict=True)
+    head = proposer.head
+    with torch.inference_mode():
+        rows = head.rows(torch.tensor(tokens[1:]), head.states([torch.cat(part) for part in parts])[:-1])
+    found = run_whole(proposer.runner, [-1] * 39, cut, rows=rows, logits="all")
+    near(torch.cat([output.logits_RV for output in found]), one.logits(tokens))
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_each_first_draft_is_that_of_the_definition(made: Any, make_llm: MakeLLM, name: str) -> None:
+    """Whatever was drafted and rejected before, in parts of prompts and beside other requests."""
+    one = made(name)
+    llm = drafting(make_llm, one, depth=3, max_num_batched_tokens=32, max_num_seqs=4)
+    proposer = proposer_of(llm)
+    propose, seen = proposer.propose, list[tuple[list[int], int]]()
+
+    def noting(contexts: Sequence[Context], most: Sequence[int]) -> Any:
+        drafts = propose(contexts, most)
+        seen.extend(
+            (context.ids.tolist(), draft.tokens[0])
+            for context, draft in zip(contexts, drafts, strict=True)
+            if draft.tokens
+        )
+        return drafts
+
+    proposer.propose = noting  # type: ignore[method-assign]
+    prompts = [random_tokens(length, seed=length) for length in (3, 30, 120)]
+    outputs = llm.generate(prompts, greedy(12))
+    assert token_ids(outputs) == [one.target.greedy(prompt, 12) for prompt in prompts]
+    assert len(seen) >= 3 * 9
+    for ids, draft in seen:
+        row = one.logits(ids)[-1]
+        wanted = torch.full((len(row),), -torch.inf, dtype=torch.float64)
+        token = proposer.head.target_ids(range(len(row))).index(draft)
+        wanted[token] = row[token]
+        assert float(row.max() - wanted[token]) <= 2e-4 * float(row.abs().max())
+    check_head(llm)
+
+
+# -- hidden states of the right tokens -------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def followers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Checkpoint, str, list[int]]]:
+    known: dict[str, tuple[Checkpoint, str, list[int]]] = {}
+
+    def make(name: str) -> tuple[Checkpoint, str, list[int]]:
+        if name not in known:
+            path = tmp_path_factory.mktemp("followers")
+            if name == "eagle":
+                target, head, after = eagle_follower(path)
+                known[name] = target, f"eagle:{head.path}", after
+            else:
+                mtp, after = mtp_follower(name.removeprefix("mtp-"), path / "target")
+                known[name] = mtp.target, "mtp", after
+        return known[name]
+
+    return make
+
+
+@pytest.mark.parametrize("depth", [1, 3, 16])
+@pytest.mark.parametrize("name", ["eagle", *(f"mtp-{kind}" for kind in MTP)])
+def test_a_head_that_is_right_is_always_accepted(followers: Any, make_llm: MakeLLM, name: str, depth: int) -> None:
+    target, option, after = followers(name)
+    llm = drafting(make_llm, Made(target, option, target.logits), depth=depth, max_num_batched_tokens=48)
+    prompts = [random_tokens(length, seed=length) for length in (2, 9, 100, 180)]
+    outputs = llm.generate(prompts, greedy(60))
+    for prompt, output in zip(prompts, outputs, strict=True):
+        expected = [after[prompt[-1]]]
+        while len(expected) < 60:
+            expected.append(after[expected[-1]])
+        assert output.outputs[0].token_ids == expected
+        counts = output.speculation
+        assert counts is not None
+        assert counts.accepted == counts.drafted
+        # The first token comes without drafts, and each step with them gives one more.
+        assert counts.steps <= -(-59 // (depth + 1)) + 1
+    check_head(llm)
+
+
+# -- the same tokens -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=EVERY)
+def pair(request: pytest.FixtureRequest, made: Any) -> Iterator[tuple[LLM, LLM]]:
+    """Two LLMs, of which the second one has a head."""
+    one = made(request.param)
+    both = LLM(one.target.path, **OPTIONS), LLM(one.target.path, speculative=one.option, **OPTIONS)
+    drafts_of(both[1]).controller = Everything()
+    yield both
+    for llm in both:
+        llm.close()
+        assert_empty(llm)
+    check_head(both[1])
+
+
+@pytest.mark.turns(3)
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(REQUEST, min_size=1, max_size=7))
+def test_random_requests(pair: tuple[LLM, LLM], requests: list[dict[str, Any]]) -> None:
+    """They come and go at any step, more than there are seats, and end by all reasons."""
+    plain, drafting = pair
+    assert run(drafting, requests) == run(plain, requests)
+    check_head(drafting)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5, 16])
+@pytest.mark.parametrize("name", ["eagle-llama", "mtp-qwen3-next", "mtp-deepseek-v3"])
+def test_each_depth(made: Any, make_llm: MakeLLM, name: str, depth: int) -> None:
+    one = made(name)
+    llm = drafting(make_llm, one, depth=depth)
+    (output,) = llm.generate([PROMPT], greedy(40))
+    assert output.outputs[0].token_ids == one.target.greedy(PROMPT, 40)
+    counts = output.speculation
+    assert counts is not None
+    assert counts.by_proposer == {one.option.partition(":")[0]: (counts.drafted, counts.accepted)}
+    assert 0 < counts.drafted <= depth * counts.steps
+    check_head(llm)
+
+
+@pytest.mark.turns(4)
+@pytest.mark.parametrize("name", EVERY)
+def test_preempted_requests(made: Any, make_llm: MakeLLM, name: str) -> None:
+    one = made(name)
+    prompts = [random_tokens(20, seed=seed) for seed in range(6)]
+    room = {"kv_cache_memory": 150 * 2 * 2 * 2 * 16 * 4 * 2, "page_size": 4}
+    if name != "eagle-llama":
+        room = {"kv_cache_memory": "300KiB", "page_size": 4}
+    llm = drafting(make_llm, one, **room)
+    outputs = llm.generate(prompts, greedy(40))
+    assert token_ids(outputs) == [one.target.greedy(prompt, 40) for prompt in prompts]
+    if name == "eagle-llama":
+        assert sum(output.metrics.num_preemptions for output in outputs) > 0
+    check(llm)
+    check_head(llm)
+
+
+@pytest.mark.parametrize("tokens", [16, 40, 100])
+def test_the_heads_pool_is_too_small(followers: Any, make_llm: MakeLLM, tokens: int) -> None:
+    """Requests without room have no drafts, or begin anew."""
+    target, option, _ = followers("eagle")
+    llm = drafting(make_llm, Made(target, option, target.logits), page_size=4)
+    old = proposer_of(llm)
+    device = old.runner.state.device
+    state = make_state(old.head.layer_specs, PoolSizes(tokens, None, 64), 4, kv_format("auto", torch.float32), device, "auto")
+    drafts_of(llm)._proposer = Heads(LocalRunner(old.head, state, device), old.head, "eagle", max_len=256, step_tokens=64)
+    prompts = [random_tokens(20, seed=seed) for seed in range(6)]
+    outputs = llm.generate(prompts, greedy(40))
+    assert token_ids(outputs) == [target.greedy(prompt, 40) for prompt in prompts]
+    counts = [output.speculation for output in outputs if output.speculation is not None]
+    assert all(not one.dropped and one.accepted == one.drafted for one in counts)
+    assert (sum(one.accepted for one in counts) > 0) == (tokens > 20)
+    check_head(llm)
+
+
+@pytest.mark.turns(3)
+@pytest.mark.parametrize("name", ["eagle-llama", "eagle-gemma3", "mtp-qwen3-next", "mtp-deepseek-v3"])
+def test_conversations(made: Any, make_llm: MakeLLM, tmp_path: Path, name: str) -> None:
+    """Forks, rewinds, edits, scores, files, streams that are left, in a pool that is too small."""
+    one = made(name)
+    llm = drafting(make_llm, one, kv_cache_memory="3MiB", page_size=4)
+    conversations = Drafted(llm, one.target, 0, tmp_path)
+    for _ in range(40):
+        conversations.step()
+        check(llm)
+        check_head(llm)
+    conversations.finish()
+    assert llm.metrics()["quire:drafted_tokens_total"] > 0
+
+
+@pytest.mark.parametrize("name", ["eagle", "mtp-qwen3-next"])
+def test_what_was_not_read_leaves_the_rest_right(followers: Any, make_llm: MakeLLM, name: str) -> None:
+    """Turns of a session, prompts whose beginning is cached, samples of one prompt, rewinds."""
+    target, option, _ = followers(name)
+    llm = drafting(make_llm, Made(target, option, target.logits))
+    session = llm.session(PROMPT)
+    for turn in range(3):
+        output = session.generate(greedy(20))
+        assert output.outputs[0].token_ids == target.greedy(session.tokens[:-20], 20)
+        counts = output.speculation
+        assert counts is not None
+        assert 0 < counts.accepted == counts.drafted
+        session.append(random_tokens(5, seed=turn))
+        session.rewind(len(session.tokens) - 2)
+    params = SamplingParams(temperature=0.8, seed=3, n=3, max_tokens=30, ignore_eos=True)
+    for _ in range(2):
+        (output,) = llm.generate([PROMPT], params)
+        assert output.speculation is not None
+        assert output.speculation.accepted > 0
+    check_head(llm)
+
+
+def test_windowed_sessions(made: Any, make_llm: MakeLLM) -> None:
+    one, found = made("eagle-llama"), []
+    for llm in (make_llm(one.target, page_size=4), drafting(make_llm, one, page_size=4)):
+        found.append(llm.session(PROMPT, window=16, sink=4).generate(greedy(60)).outputs[0].token_ids)
+    assert found[0] == found[1]
+    check_head(llm)
+
+
+# -- beginnings and ends ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4])
+def test_cancelled_between_drafts(made: Any, make_llm: MakeLLM, steps: int) -> None:
+    """Also within the prompt, before there was a draft."""
+    one = made("eagle-llama")
+    llm = drafting(make_llm, one, depth=3, max_num_batched_tokens=16)
+    engine, prompt = engine_of(llm), random_tokens(40)
+    (victim,) = engine.submit(array(prompt), greedy(60), request_id="victim")
+    for _ in range(steps):
+        engine.step()
+        check_head(llm, empty=False)
+    assert len(proposer_of(llm)._readers) == 1
+    engine.cancel("victim")
+    assert victim in engine.step()
+    check_head(llm)
+
+
+def test_closed_between_drafts(made: Any) -> None:
+    one = made("mtp-qwen3-next")
+    llm = LLM(one.target.path, speculative="mtp", **OPTIONS)
+    drafts_of(llm).controller = Everything()
+    engine_of(llm).submit(array(PROMPT), greedy(100))
+    for _ in range(3):
+        engine_of(llm).step()
+    assert proposer_of(llm)._readers
+    llm.close()
+    check_head(llm)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("at", range(1, 9))
+@pytest.mark.parametrize("name", ["eagle-llama", "mtp-qwen3-next"])
+def test_a_forward_of_the_head_fails(
+    made: Any, make_llm: MakeLLM, name: str, at: int, error: type[BaseException]
+) -> None:
+    """An error ends the drafts of the request, an interrupt nothing, and no sequence is left."""
+    one = made(name)
+    llm = drafting(make_llm, one, depth=3, max_num_batched_tokens=16)
+    runner, calls, prompt = proposer_of(llm).runner, 0, random_tokens(40)
+    execute = runner.execute
+
+    def breaking(step: Step) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls != at:
+            return execute(step)
+        if at % 2:
+            execute(step)
+        raise error("broken")
+
+    runner.execute = breaking  # type: ignore[method-assign]
+    engine = engine_of(llm)
+    (request,) = engine.submit(array(prompt), greedy(30))
+    if error is KeyboardInterrupt:
+        with pytest.raises(KeyboardInterrupt):
+            step_all(llm)
+    step_all(llm)
+    assert calls >= at
+    assert request.output.token_ids == one.target.greedy(prompt, 30)
+    assert request.output.speculation is not None
+    assert ("broken" in request.output.speculation.dropped) == (error is RuntimeError)
+    check(llm)
+    check_head(llm)
+
+
+def test_off_for_a_request(made: Any, make_llm: MakeLLM) -> None:
+    """Nothing is read of requests without."""
+    one = made("eagle-llama")
+    llm = drafting(make_llm, one)
+    on, off = llm.generate([PROMPT, PROMPT[:9]], [greedy(20), greedy(20, speculative=False)])
+    assert off.speculation is None
+    assert on.speculation is not None
+    assert on.speculation.drafted > 0
+    assert off.outputs[0].token_ids == one.target.greedy(PROMPT[:9], 20)
+
+
+def test_hidden_states_that_wait_are_few(made: Any, make_llm: MakeLLM) -> None:
+    """Rows of a long prompt run while it does."""
+    one = made("eagle-llama")
+    llm = drafting(make_llm, one, max_num_batched_tokens=100, max_num_seqs=4)
+    engine = engine_of(llm)
+    engine.submit(array(random_tokens(230)), greedy(5))
+    for done in (100, 200):
+        engine.step()
+        (reader,) = proposer_of(llm)._readers.values()
+        assert reader.next == done - 1
+        assert len(reader.states_NE) == 2  # that of the last row, and the next one's
+    step_all(llm)
+    check_head(llm)
+
+
+def test_memory_is_shared_out(made: Any, make_llm: MakeLLM) -> None:
+    """Both pools together take what one would take."""
+    one = made("eagle-llama")
+    plain = engine_of(make_llm(one.target)).runner.state.num_bytes
+    llm = make_llm(one.target, speculative=one.option)
+    both = engine_of(llm).runner.state.num_bytes, proposer_of(llm).runner.state.num_bytes
+    assert 0.9 * plain <= sum(both) <= plain
+    assert both[0] > both[1] > 0
+    assert any("drafts: LlamaForCausalLMEagle3" in note for note in llm._parts.notes)
