@@ -211,7 +211,9 @@ def make_mtp(
     is_latent = name in ("DeepseekV3", "Glm4MoeLite")
     model = getattr(transformers, f"{name}ForCausalLM")(config_class(**fields)).float().eval()
     alone = {**fields, "num_hidden_layers": 1, **ALONE[kind]}
-    block_class = next(cls for cls in (getattr(transformers, f"{name}{end}", None) for end in ("TextModel", "Model")) if cls)
+    block_class = next(
+        cls for cls in (getattr(transformers, f"{name}{end}", None) for end in ("TextModel", "Model")) if cls
+    )
     block = block_class(block_class.config_class(**alone)).float().eval()
     with torch.no_grad():
         for part in (model, block):

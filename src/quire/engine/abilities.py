@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 ENGINE_REFUSALS: dict[str, str] = {
-    "LLM(speculative='eagle'), 'mtp'": "heads that draft are not in this release; lookup and draft models are",
     "LLM(quantization='awq')": "of checkpoints whose weights are quantised only MXFP4 is read; int8, int4 and fp8 are made at load",
     "LLM(tensor_parallel_size=2), LLM(pipeline_parallel_size=2)": "one device runs the whole model in this release",
     "LLM(trust_remote_code=True)": "code of checkpoints is never run",

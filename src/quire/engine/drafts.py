@@ -214,7 +214,7 @@ class Drafts:
         if not output.features or not isinstance(self._proposer, FeatureReader):
             return
         counts = [len(chunk.tokens) for chunk in scheduled.step.chunks]
-        parts = zip(*(feature_TE.split(counts) for feature_TE in output.features), strict=True)
+        parts = zip(*(feature_TE.split_with_sizes(counts) for feature_TE in output.features), strict=True)
         read = [
             (request, Rows(context_of(request), extension.start, chunk.tokens, features))
             for request, extension, chunk, features in zip(

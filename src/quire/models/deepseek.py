@@ -3,7 +3,8 @@
 All but Youtu have many small experts beside one or a few shared ones. V2 routes by a softmax, and
 with some ``topk_method`` only to the best groups of experts. V3 and GLM-4-MoE-Lite route by
 sigmoids plus a correction, which balances the experts' load and affects only the choice. Layers
-after the last one draft tokens; only a head reads them (``models.mtp``). Sources: arXiv:2405.04434, arXiv:2412.19437.
+after the last one draft tokens; only a head reads them (``models.mtp``). Sources:
+arXiv:2405.04434, arXiv:2412.19437.
 
 A layer's parameters beyond ``models.tensor_names``: ``{}.qkv.weight`` (rows of queries or their
 latent, then the rows to store), ``{}.latent_norm.weight``, ``{}.kv_up.weight``; for a latent of

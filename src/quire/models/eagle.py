@@ -60,7 +60,9 @@ def read_eagle_config(values: Mapping[str, Any], target: LoadedModel, max_len: i
         raise fields.error("architectures", f"[{ARCHITECTURE!r}]")
     geometry = read_geometry(fields, ARCHITECTURE, "llama", None)
     if geometry.num_layers != 1:
-        raise Unsupported(f"{fields.source}: num_hidden_layers is {geometry.num_layers}; heads of 1 layer are supported")
+        raise Unsupported(
+            f"{fields.source}: num_hidden_layers is {geometry.num_layers}; heads of 1 layer are supported"
+        )
     if geometry.vocab_size != target.vocab_size:
         raise _of_another(fields, "vocab_size", f"the model's vocabulary, {target.vocab_size}")
     given = fields.get("draft_vocab_size")
@@ -140,9 +142,9 @@ class EagleBlock:
         self.attention = attention_of(config, 0, spec, parameters)
         self.mlp = gated_mlp(config, 0, parameters)
 
-    def __call__(self, x_TC: Tensor, pass_: Pass) -> Tensor:
-        """Map embeddings and hidden states ``[T, 2E]`` to a fresh ``[T, E]``."""
-        e_TE, x_TE = (part.contiguous() for part in x_TC.chunk(2, dim=-1))
+    def __call__(self, x_TE: Tensor, pass_: Pass) -> Tensor:
+        """Map embeddings and hidden states, rows ``[T, 2E]`` of a head, to a fresh ``[T, E]``."""
+        e_TE, x_TE = (part.contiguous() for part in x_TE.chunk(2, dim=-1))
         y_TE: Tensor = self.attention(torch.cat((self.embedding_norm(e_TE), self.state_norm(x_TE)), dim=-1), pass_)
         return self.mlp(self.mlp_norm.after_sum(y_TE, x_TE)).add_(y_TE)
 
@@ -225,7 +227,7 @@ def _loaded(
     head.ids = ids
     head.norm = norm_of(trunk, parameters["norm.weight"])
     head.lm_head = packed(linear(parameters, "head"), kernels.of_head()) if heads else target.lm_head  # type: ignore[attr-defined]
-    head.fc = packed(linear(parameters, "fc"), kernels)  # type: ignore[assignment]
+    head.fc = packed(linear(parameters, "fc"), kernels)
     for part in (block, head.norm):
         pack_maps(part, kernels)
     return head
@@ -237,7 +239,9 @@ def _target_ids(checkpoint: Checkpoint, config: EagleConfig) -> list[int] | None
     count, vocab = config.draft_vocab, config.trunk.vocab_size
     if "d2t" not in checkpoint.tensors:
         if count != vocab:
-            raise CheckpointError(f"d2t is missing; expected it where draft_vocab_size ({count}) is not vocab_size ({vocab})")
+            raise CheckpointError(
+                f"d2t is missing; expected it where draft_vocab_size ({count}) is not vocab_size ({vocab})"
+            )
         return None
     header = checkpoint.tensors["d2t"]
     if header.shape != (count,) or header.dtype not in INTEGERS:

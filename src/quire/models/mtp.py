@@ -39,9 +39,9 @@ class JoinedInput:
     def __init__(self, embedding_norm: Map, state_norm: Map, project: Linear, block: Block) -> None:
         self.embedding_norm, self.state_norm, self.project, self.block = embedding_norm, state_norm, project, block
 
-    def __call__(self, x_TC: Tensor, pass_: Pass) -> Tensor:
-        """Map embeddings and hidden states ``[T, 2E]`` to a fresh ``[T, E]``."""
-        e_TE, h_TE = (part.contiguous() for part in x_TC.chunk(2, dim=-1))
+    def __call__(self, x_TE: Tensor, pass_: Pass) -> Tensor:
+        """Map embeddings and hidden states, rows ``[T, 2E]`` of a head, to a fresh ``[T, E]``."""
+        e_TE, h_TE = (part.contiguous() for part in x_TE.chunk(2, dim=-1))
         return self.block(self.project(torch.cat((self.embedding_norm(e_TE), self.state_norm(h_TE)), dim=-1)), pass_)
 
 

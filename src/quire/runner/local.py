@@ -247,7 +247,13 @@ class LocalRunner:
                 self.adapters.activate(adapters, counts, np.diff(starts).tolist())
             stack, blocks = self.model.stack, self.model.blocks
             last = len(blocks) - 1
-            if stack is not None and plain and blended is None and not inputs.hidden_states and {*inputs.features} <= {last}:
+            if (
+                stack is not None
+                and plain
+                and blended is None
+                and not inputs.hidden_states
+                and {*inputs.features} <= {last}
+            ):
                 y_TE = stack.run(blocks, x_TE, pass_)
                 x_TE, blocks = (x_TE, blocks) if y_TE is None else (y_TE, ())
             for layer, block in enumerate(blocks):

@@ -162,7 +162,7 @@ class Heads:
         try:
             with torch.inference_mode():
                 joined = [torch.cat(parts) for parts in zip(*(one.features for one in rows), strict=True)]
-                states = self.head.states(joined).split(counts)
+                states = self.head.states(joined).split_with_sizes(counts)
             for one, states_nE in zip(rows, states, strict=True):
                 self._reader(one.context.name).add(one, states_nE)
             self._catch_up(rows)
@@ -277,7 +277,9 @@ class Heads:
             for reader in readers:
                 self._pop(reader)
 
-    def _take(self, chains: Sequence[Chain], output: StepOutput, rows: np.ndarray[tuple[int], np.dtype[np.int64]]) -> None:
+    def _take(
+        self, chains: Sequence[Chain], output: StepOutput, rows: np.ndarray[tuple[int], np.dtype[np.int64]]
+    ) -> None:
         """Give each chain a draft, of the logits and the outputs ``rows`` of a forward."""
         tokens, chances = most_likely(output.logits_RV)
         with torch.inference_mode():
@@ -299,7 +301,9 @@ class Heads:
             states_TE = torch.cat([chain.state_1E for chain in chains if chain.state_1E is not None])
             return self.head.rows(uploaded(tokens, self.head.device), states_TE)
 
-    def _run(self, readers: Sequence[Reader], counts: Sequence[int], rows_TC: Tensor, logits: LogitsWanted) -> StepOutput:
+    def _run(
+        self, readers: Sequence[Reader], counts: Sequence[int], rows_TC: Tensor, logits: LogitsWanted
+    ) -> StepOutput:
         """Run rows of the head, the next ``counts[i]`` behind each sequence."""
         chunks = tuple(
             Chunk(reader.seq, [PLACEHOLDER] * count, logits=logits)
