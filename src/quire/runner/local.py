@@ -246,16 +246,11 @@ class LocalRunner:
                 self._rehearse(blended, x_TE, pass_, adapters, counts)
                 self.adapters.activate(adapters, counts, np.diff(starts).tolist())
             stack, blocks = self.model.stack, self.model.blocks
-            last = len(blocks) - 1
-            if (
-                stack is not None
-                and plain
-                and blended is None
-                and not inputs.hidden_states
-                and {*inputs.features} <= {last}
-            ):
-                y_TE = stack.run(blocks, x_TE, pass_)
-                x_TE, blocks = (x_TE, blocks) if y_TE is None else (y_TE, ())
+            if stack is not None and plain and blended is None and not inputs.hidden_states:
+                read = sorted({*inputs.features, len(blocks) - 1})
+                outputs = stack.outputs(blocks, x_TE, pass_, read)
+                if outputs is not None:
+                    x_TE, blocks, features = outputs[-1], (), dict(zip(read, outputs, strict=True))
             for layer, block in enumerate(blocks):
                 if blended is not None:
                     x_TE = self._entering(blended, layer, block, x_TE, pass_, step)
@@ -264,7 +259,6 @@ class LocalRunner:
                     hidden.append(x_TE)
                 if layer in inputs.features:
                     features[layer] = x_TE
-            features[last] = x_TE
             if blended is not None:
                 index = np.searchsorted(blended.alive, np.arange(len(tokens)) if index is None else index)
             x_RE = x_TE if index is None else x_TE.index_select(0, uploaded(index, self.device))
