@@ -181,7 +181,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     for kind, verb, rows_at in (
         (NativeTail, "__call__", 1),
         (NativeBlock, "__call__", 0),
-        (NativeStack, "__call__", 0),
+        (NativeStack, "outputs", 0),
         (NativeStack, "model", 0),
     ):
         plain = getattr(kind, verb)
