@@ -117,8 +117,8 @@ def check_head(llm: LLM, *, empty: bool = True) -> None:
         assert reader.first <= reader.next
         assert reader.known <= len(reader.tokens)
     if empty:
-        assert not readers
-        assert state.empty()
+        assert all(reader.has_ended for reader in readers.values())
+        assert len(readers) <= heads.MOST_ENDED
 
 
 def near(found: Tensor, wanted: Tensor, tolerance: float = 2e-4) -> None:
@@ -170,11 +170,12 @@ def test_each_first_draft_is_that_of_the_definition(made: Any, make_llm: MakeLLM
 
     def noting(contexts: Sequence[Context], most: Sequence[int]) -> Any:
         drafts = propose(contexts, most)
-        seen.extend(
-            (context.ids.tolist(), draft.tokens[0])
-            for context, draft in zip(contexts, drafts, strict=True)
-            if draft.tokens
-        )
+        for context, draft in zip(contexts, drafts, strict=True):
+            if draft.tokens:
+                seen.append((context.ids.tolist(), draft.tokens[0]))
+                # Drafts leave no rows behind.
+                seq = proposer._readers[context.name].seq
+                assert proposer.runner.state.sequence_length(seq) == len(context.ids) - 1
         return drafts
 
     proposer.propose = noting  # type: ignore[method-assign]
@@ -346,6 +347,51 @@ def test_what_was_not_read_leaves_the_rest_right(followers: Any, make_llm: MakeL
         assert output.speculation is not None
         assert output.speculation.accepted > 0
     check_head(llm)
+
+
+def test_turns_and_samples_go_on_with_the_context(made: Any, make_llm: MakeLLM) -> None:
+    """Of a turn before, or of the sample whose prompt it is; not under another salt, and not where
+    hidden states are missing."""
+    one = made("eagle-llama")
+    llm = drafting(make_llm, one, depth=2)
+    proposer = proposer_of(llm)
+
+    def begins() -> set[int]:
+        found = {reader.begin for reader in proposer._readers.values()}
+        for name in [*proposer._readers]:
+            proposer._forget(name)
+        return found
+
+    def first_drafts() -> list[tuple[list[int], int]]:
+        seen = list[tuple[list[int], int]]()
+        propose = type(proposer).propose
+
+        def noting(contexts: Sequence[Context], most: Sequence[int]) -> Any:
+            drafts = propose(proposer, contexts, most)
+            seen.extend((c.ids.tolist(), d.tokens[0]) for c, d in zip(contexts, drafts, strict=True) if d.tokens)
+            return drafts
+
+        proposer.propose = noting  # type: ignore[method-assign]
+        return seen
+
+    seen = first_drafts()
+    session = llm.session(PROMPT)
+    for _ in range(3):
+        session.generate(greedy(12))
+        session.append(random_tokens(5))
+    assert begins() == {0}
+    llm.generate([random_tokens(30)], SamplingParams(temperature=1.0, seed=1, n=3, max_tokens=9, ignore_eos=True))
+    assert begins() == {0}
+    assert len(seen) > 20
+    for ids, draft in seen:
+        row = one.logits(ids)[-1]
+        token = proposer.head.target_ids(range(len(row))).index(draft)
+        assert float(row.max() - row[token]) <= 2e-4 * float(row.abs().max())
+    llm.generate([random_tokens(40)], greedy(4))
+    begins()
+    llm.generate([random_tokens(40)], greedy(4))
+    (begin,) = begins()
+    assert begin >= 32, "the beginning was cached, and its hidden states are gone"
 
 
 def test_windowed_sessions(made: Any, make_llm: MakeLLM) -> None:

@@ -154,8 +154,8 @@ MUTANTS = (
     Mutant(
         name="heads-are-not-told-of-cancelled-prompts",
         file=DRAFTS,
-        old="request.params.speculative and not self.of(request).dropped",
-        new="request.params.speculative",
+        old="return wanted and not self.of(request).dropped",
+        new="return wanted",
         tests=(f"{HEAD_TESTS}::test_cancelled_between_drafts",),
     ),
     Mutant(

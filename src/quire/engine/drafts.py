@@ -206,7 +206,9 @@ class Drafts:
         return ()
 
     def _is_read(self, request: Request) -> bool:
-        return request.params is not None and request.params.speculative and not self.of(request).dropped
+        # Prompts alone, as a session's, are read for what follows.
+        wanted = request.params is None or request.params.speculative
+        return wanted and not self.of(request).dropped
 
     def ran_rows(self, scheduled: Scheduled, output: StepOutput) -> None:
         """Give the proposer the outputs of the blocks that it reads. One that fails is dropped for
@@ -269,8 +271,8 @@ class Drafts:
                 by_proposer=notes.by_proposer or {self._proposer.name: (0, 0)},
                 dropped=notes.dropped,
             )
-            if not notes.dropped:
-                self._proposer.ended(context_of(request))
+        if not notes.dropped:
+            self._proposer.ended(context_of(request))
 
 
 def context_of(request: Request) -> Context:

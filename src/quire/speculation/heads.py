@@ -7,8 +7,10 @@ rejected drafts are left. For a draft the missing rows run, several requests in 
 each further draft takes one forward of all requests, with the head's own output in place of hidden
 states. These rows are popped.
 
-Where hidden states did not come, as of tokens whose state was reused, the head begins anew behind
-them: it has less context, and drafts may be worse.
+The sequences of the last requests that have ended stay. A request that goes on where another one
+of its salt is, as a turn of a session or a second sample does, forks that one's sequence. Where
+hidden states are missing otherwise, as of a cached beginning, the head begins anew behind them: it
+has less context, and drafts may be worse.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import torch
 from torch import Tensor
 
 from quire.base.token_history import TokenHistory, common_prefix
-from quire.base.types import Add, Chunk, Inputs, LogitsWanted, Pop, Remove, SeqId, Step
+from quire.base.types import Add, Chunk, Fork, Inputs, LogitsWanted, Pop, Remove, SeqId, Step
 from quire.base.uploads import uploaded
 from quire.models.heads import Head
 from quire.runner.local import Runner, StepOutput
@@ -36,6 +38,8 @@ PLACEHOLDER = -1
 """The id of each token of the head: its rows take the places of embeddings."""
 MOST_WAITING = 64
 """Hidden states that a request may have waiting for a draft; then their rows run without."""
+MOST_ENDED = 32
+"""Requests that have ended whose sequences stay, as long as there is room."""
 
 
 @dataclass(eq=False, slots=True)
@@ -44,6 +48,7 @@ class Reader:
 
     name: Hashable
     seq: SeqId
+    salt: Hashable
     states_NE: Tensor
     """The target's hidden states from position ``first`` on, ``[N, E]``: those whose rows have not
     run, and that of the last row."""
@@ -54,6 +59,8 @@ class Reader:
     """Position of the first row of the sequence."""
     num_run: int = 0
     """Number of its rows."""
+    has_ended: bool = False
+    """Whether it only stays for later requests."""
 
     @property
     def known(self) -> int:
@@ -81,6 +88,19 @@ class Reader:
         self.num_run = min(self.num_run, max(0, count - 1 - self.begin))
         if self.begin > count or self.next < self.first:
             self.begin_at(self.first)
+
+    def has(self, rows: Rows) -> bool:
+        """Return whether all hidden states before ``rows`` are there, or have been read."""
+        ids, start = rows.context.ids, rows.start
+        is_there = self.salt == rows.context.salt and self.next <= start <= self.known
+        return is_there and common_prefix(self.tokens.ids, ids[:start]) == start
+
+    def go_on_from(self, other: Reader, start: int) -> None:
+        """Become a copy of another reader as of its first ``start`` tokens, which it ``has``. The
+        sequence is not copied."""
+        self.tokens, self.states_NE = other.tokens.fork(), other.states_NE
+        self.first, self.begin, self.num_run = other.first, other.begin, other.num_run
+        self.keep(start)
 
     def add(self, rows: Rows, states_nE: Tensor) -> None:
         """Take in the hidden states of tokens that a step has run."""
@@ -164,7 +184,7 @@ class Heads:
                 joined = [torch.cat(parts) for parts in zip(*(one.features for one in rows), strict=True)]
                 states = self.head.states(joined).split_with_sizes(counts)
             for one, states_nE in zip(rows, states, strict=True):
-                self._reader(one.context.name).add(one, states_nE)
+                self._reader(one).add(one, states_nE)
             self._catch_up(rows)
         except Exception:
             for one in rows:
@@ -185,13 +205,28 @@ class Heads:
         return [NO_DRAFT if chain is None else Draft(chain.tokens, chain.chances) for chain in chains]
 
     def ended(self, context: Context) -> None:
-        """See ``Proposer``."""
-        self._forget(context.name)
+        """See ``Proposer``. Its sequence stays for requests that go on there."""
+        if (reader := self._readers.get(context.name)) is not None:
+            reader.has_ended = True
+        ended = [one.name for one in self._readers.values() if one.has_ended]
+        for name in ended[:-MOST_ENDED]:
+            self._forget(name)
 
-    def _reader(self, name: Hashable) -> Reader:
-        if (reader := self._readers.get(name)) is None:
+    def _reader(self, rows: Rows) -> Reader:
+        """Return the reader of a request, for a new one a fork of one that it goes on from."""
+        name = rows.context.name
+        reader = self._readers.get(name)
+        if reader is None or reader.has_ended:
+            self._forget(name)
             none = torch.empty(0, self.head.hidden_size // 2, dtype=self.head.dtype, device=self.head.device)
-            reader = self._readers[name] = Reader(name, self.runner.new_seq(), none)
+            reader = Reader(name, self.runner.new_seq(), rows.context.salt, none)
+            others = [one for one in self._readers.values() if rows.start and one.has(rows)]
+            if others:
+                other = max(others, key=lambda one: one.num_run)
+                self._pop(other)
+                self.runner.execute(Step(edits=(Fork(other.seq, reader.seq),)))
+                reader.go_on_from(other, rows.start)
+            self._readers[name] = reader
         self._readers.move_to_end(name)
         return reader
 
@@ -314,11 +349,12 @@ class Heads:
 
     def _have_room(self, readers: Sequence[Reader], counts: Sequence[int]) -> bool:
         """Return whether there is room for the next ``counts`` rows. Sequences of other requests
-        are given up for it, the least recently used one first; these begin anew."""
+        are given up for it, first of those that have ended, the least recently used one first;
+        these requests begin anew."""
         seqs, state = [reader.seq for reader in readers], self._state
         while state.shortage_in_steps(seqs, counts, self._step_tokens):
-            given_up = next((one.name for one in self._readers.values() if one not in readers and one.num_run), None)
-            if given_up is None:
+            others = [one for one in self._readers.values() if one not in readers and one.num_run]
+            if not others:
                 return False
-            self._forget(given_up)
+            self._forget(min(others, key=lambda one: not one.has_ended).name)
         return True
