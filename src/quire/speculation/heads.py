@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.base.token_history import TokenHistory, common_prefix
+from quire.base.token_history import Ids, TokenHistory, common_prefix
 from quire.base.types import Add, Chunk, Fork, Inputs, LogitsWanted, Pop, Remove, SeqId, Step
 from quire.base.uploads import uploaded
 from quire.models.heads import Head
@@ -122,6 +122,18 @@ class Reader:
         if given.size and start + given[-1] > self.begin:
             # Embeddings, which the head does not know.
             self.begin_at(start + int(given[-1]))
+
+    def follow(self, ids: Ids) -> bool:
+        """Return whether the rows that the next draft needs can run: those of all tokens ``ids``
+        but the last one, whose hidden state is not known. What belongs to other tokens is left."""
+        self.keep(common_prefix(self.tokens.ids, ids))
+        last = len(ids) - 2
+        if self.known <= last or self.begin > last:
+            return False
+        # The last row runs even if it has run: the draft is taken from its logits.
+        self.num_run = min(self.num_run, last - self.begin)
+        self.tokens.replace_from(last + 1, ids[last + 1 :])
+        return self.next >= self.first
 
     def ran(self, count: int) -> None:
         """Note that the next rows have run; the hidden state of the last one stays."""
@@ -271,14 +283,8 @@ class Heads:
         if (reader := self._readers.get(context.name)) is None or most < 1:
             return None
         self._readers.move_to_end(context.name)
-        reader.keep(common_prefix(reader.tokens.ids, ids))
-        if reader.known < len(ids) - 1 or reader.begin > len(ids) - 2:
+        if not reader.follow(ids):
             return None
-        # The last row runs even if it has run: the first draft is taken from its logits.
-        reader.num_run = min(reader.num_run, len(ids) - 2 - reader.begin)
-        if reader.next < reader.first:
-            return None
-        reader.tokens.replace_from(len(ids) - 1, ids[-1:])
         self._pop(reader)
         return Chain(reader, most)
 
