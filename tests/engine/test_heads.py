@@ -43,6 +43,7 @@ from .conftest import (
     token_ids,
 )
 from .head_checkpoints import MTP, eagle_follower, make_eagle, make_mtp, mtp_follower
+from .test_adapters import Merged, World, merged  # noqa: F401
 from .test_speculation import Drafted, Everything, drafts_of, step_all
 from .test_steps_ahead import REQUEST, array, run
 
@@ -392,6 +393,32 @@ def test_turns_and_samples_go_on_with_the_context(made: Any, make_llm: MakeLLM) 
     llm.generate([random_tokens(40)], greedy(4))
     (begin,) = begins()
     assert begin >= 32, "the beginning was cached, and its hidden states are gone"
+
+
+def test_samples_and_seeds(made: Any, make_llm: MakeLLM) -> None:
+    one = made("mtp-deepseek-v3")
+    params = SamplingParams(temperature=0.9, seed=5, n=3, max_tokens=30, ignore_eos=True, repetition_penalty=1.2)
+    (plain,) = make_llm(one.target, kv_cache_memory="4MiB").generate([PROMPT], params)
+    (drafted,) = drafting(make_llm, one).generate([PROMPT], params)
+    assert [sample.token_ids for sample in drafted.outputs] == [sample.token_ids for sample in plain.outputs]
+    assert drafted.speculation is not None
+    assert drafted.speculation.drafted > 0
+
+
+def test_adapters_by_request(made: Any, make_llm: MakeLLM, merged: Merged) -> None:  # noqa: F811
+    """They change the target, whose embedding and hidden states the head reads."""
+    world = World.of(drafting(make_llm, made("eagle-llama"), depth=4), merged)
+    names = [None, "one", "two", "one", "three"]
+    prompts = [random_tokens(8 + 5 * number, seed=number) for number in range(len(names))]
+    requests = [world.submit(prompt, name, greedy(12))[0] for prompt, name in zip(prompts, names, strict=True)]
+    world.engine.run(requests)
+    for prompt, name, request in zip(prompts, names, requests, strict=True):
+        assert len(request.output.token_ids) == 12
+        assert world.continues(prompt, [name] * len(prompt), request.output.token_ids, name)
+        assert request.output.speculation is not None
+        assert not request.output.speculation.dropped
+        assert request.output.speculation.drafted > 0
+    check_head(world.llm)
 
 
 def test_windowed_sessions(made: Any, make_llm: MakeLLM) -> None:
