@@ -24,7 +24,7 @@ from quire.build import make_state
 from quire.kv.plain_format import kv_format
 from quire.runner.local import LocalRunner
 from quire.runner.pool_budget import PoolSizes
-from quire.speculation import heads
+from quire.speculation import chains, heads
 from quire.speculation.controller import Pace
 from quire.speculation.heads import Heads
 from quire.speculation.proposer import Context
@@ -59,7 +59,7 @@ def drafts_at_any_price() -> Iterator[None]:
     """Nothing depends on time, and no chain ends early."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Pace, "drafts", lambda *_: True)
-        patch.setattr(heads, "LEAST_CHANCE", 0.0)
+        patch.setattr(chains, "LEAST_CHANCE", 0.0)
         yield
 
 

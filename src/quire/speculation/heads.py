@@ -28,12 +28,10 @@ from quire.base.types import Add, Chunk, Fork, Inputs, LogitsWanted, Pop, Remove
 from quire.base.uploads import uploaded
 from quire.models.heads import Head
 from quire.runner.local import Runner, StepOutput
+from quire.speculation.chains import LikelyChain, most_likely
 from quire.speculation.controller import Pace
-from quire.speculation.draft_model import most_likely
 from quire.speculation.proposer import NO_DRAFT, Context, Draft, Rows
 
-LEAST_CHANCE = 0.3
-"""A chain of drafts ends once it is accepted as a whole with a smaller probability."""
 PLACEHOLDER = -1
 """The id of each token of the head: its rows take the places of embeddings."""
 MOST_WAITING = 64
@@ -142,31 +140,13 @@ class Reader:
         self.first = self.next - 1
 
 
-@dataclass(eq=False, slots=True)
-class Chain:
-    """The drafts of one request, as far as they are known."""
+@dataclass(eq=False, slots=True, kw_only=True)
+class Chain(LikelyChain):
+    """The drafts of one request."""
 
     reader: Reader
-    most: int
-    tokens: list[int] = field(default_factory=list)
-    chances: list[float] = field(default_factory=list)
-    through: float = 1.0
-    """The probability that all of them are accepted."""
     state_1E: Tensor | None = None
-    """What stands for the hidden state of the next row."""
-
-    def add(self, token: int, chance: float, state_1E: Tensor) -> None:
-        """Take in a draft. One without a probability, which is not a number, ends the chain."""
-        self.through *= chance
-        if self.through > 0:
-            self.tokens.append(token)
-            self.chances.append(chance)
-            self.state_1E = state_1E
-
-    @property
-    def is_open(self) -> bool:
-        """Whether another draft is worth a forward."""
-        return len(self.tokens) < self.most and self.through >= LEAST_CHANCE
+    """What stands for the hidden state of its last draft."""
 
 
 class Heads:
@@ -286,7 +266,7 @@ class Heads:
         if not reader.follow(ids):
             return None
         self._pop(reader)
-        return Chain(reader, most)
+        return Chain(reader=reader, most=most)
 
     def _draft(self, chains: list[Chain]) -> None:
         chains, counts = chains[: self._step_tokens], []
@@ -326,7 +306,8 @@ class Heads:
         with torch.inference_mode():
             states_RE = self.head.following(output.features[0].index_select(0, uploaded(rows, self.head.device)))
         for row, (chain, token, chance) in enumerate(zip(chains, self.head.target_ids(tokens), chances, strict=True)):
-            chain.add(token, chance, states_RE[row : row + 1])
+            chain.add(token, chance)
+            chain.state_1E = states_RE[row : row + 1]
 
     def _input(self, reader: Reader, count: int) -> Tensor:
         """Return the next rows of a reader."""
