@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.speculation.feature_reader import Rows
 from quire.speculation.heads import Reader
-from quire.speculation.proposer import Context, Rows
+from quire.speculation.proposer import Context
 
 
 def state_of(ids: list[int]) -> float:

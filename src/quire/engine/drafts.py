@@ -19,7 +19,8 @@ from quire.base.speculation import Speculation, SpeculationCounts
 from quire.engine.request import Request
 from quire.engine.step_draft import Scheduled, StepDraft
 from quire.speculation.controller import Controller, Trust
-from quire.speculation.proposer import Context, Draft, FeatureReader, Proposer, Rows
+from quire.speculation.feature_reader import FeatureReader, Rows
+from quire.speculation.proposer import Context, Draft, Proposer
 
 if TYPE_CHECKING:
     from quire.contracts.kv_state import ModelState

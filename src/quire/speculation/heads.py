@@ -30,7 +30,8 @@ from quire.models.heads import Head
 from quire.runner.local import Runner, StepOutput
 from quire.speculation.chains import LikelyChain, most_likely
 from quire.speculation.controller import Pace
-from quire.speculation.proposer import NO_DRAFT, Context, Draft, Rows
+from quire.speculation.feature_reader import Rows
+from quire.speculation.proposer import NO_DRAFT, Context, Draft
 
 PLACEHOLDER = -1
 """The id of each token of the head: its rows take the places of embeddings."""

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Protocol
 
 from quire.base.token_history import Ids
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,28 +48,3 @@ class Proposer(Protocol):
 
     def ended(self, context: Context) -> None:
         """Note that a request has ended, and forget it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """What a step has run of a request."""
-
-    context: Context
-    start: int
-    """The position of its first token."""
-    tokens: Sequence[int]
-    """Those that ran, drafts included, which may be rejected."""
-    features: Sequence[Tensor]
-    """By block of ``FeatureReader.layers``, its output for each of them, ``[n, E]``."""
-
-
-@runtime_checkable
-class FeatureReader(Proposer, Protocol):
-    """A proposer that reads hidden states of the target."""
-
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """Return the target's blocks whose outputs it reads."""
-
-    def ran(self, rows: Sequence[Rows]) -> None:
-        """Take in what a step has run of some requests."""
