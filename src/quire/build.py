@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -166,8 +166,10 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
     runs_ahead = device.type != "cpu" and config.async_scheduling
     budget = pool_budget(config, model, adapters, format, device, max_len, captures=captures)
     proposer: DraftModel | Heads | None = None
-    if draft is not None and speculation is not None:
-        proposer, budget = make_drafter(config, speculation, draft, model, budget, format, device, max_len)
+    if isinstance(draft, Head) and speculation is not None:
+        proposer, budget = make_heads(config, draft, speculation.method, model, budget, format, device, max_len)
+    elif draft is not None and not isinstance(draft, Head):
+        proposer, budget = make_draft_model(config, draft, model, budget, format, device, max_len)
     sizes = pool_sizes(config, model.layer_specs, format, max_len, budget, slack=int(runs_ahead))
     state = make_state(
         model.layer_specs,
@@ -268,41 +270,98 @@ def load_drafter(
 ) -> LoadedModel | Head | None:
     """Load the model or the head that drafts for ``model``, which is in ``path``; None: the method
     has none. ``InvalidArgument`` if it does not fit the model."""
-    kernels = layer_kernels(device, config.quantization)
     if speculation.method == "mtp":
-        return load_mtp(path, model, kernels)
+        return load_mtp(path, model, layer_kernels(device, config.quantization))
+    if speculation.method == "eagle" and speculation.model is not None:
+        head = resolve_model(os.fspath(speculation.model))
+        return load_eagle(head, model, max_len, layer_kernels(device, config.quantization))
+    return load_draft_model(config, speculation, model, tokenizer, device, progress)
+
+
+def load_draft_model(
+    config: EngineConfig,
+    speculation: Speculation,
+    model: LoadedModel,
+    tokenizer: Tokenizer | None,
+    device: torch.device,
+    progress: bool,
+) -> LoadedModel | None:
+    """Load the model that drafts; None: the method has none. ``InvalidArgument`` if its vocabulary
+    is not that of ``model``, ``Unsupported`` for a head."""
+    if speculation.method in ("eagle", "mtp"):
+        raise Unsupported(
+            f"speculative: {speculation.method} is a head, which reads the steps of an LLM; executors draft by lookup or "
+            "by a draft model",
+            field="speculative",
+            given=speculation.method,
+        )
     if speculation.model is None:
         return None
     name = os.fspath(speculation.model)
-    own_path = resolve_model(name)
-    if speculation.method == "eagle":
-        return load_eagle(own_path, model, max_len, kernels)
-    check_vocabulary(name, Tokenizer.from_path(own_path), tokenizer)
+    path = resolve_model(name)
+    check_vocabulary(name, Tokenizer.from_path(path), tokenizer)
     draft = load_model(
-        own_path,
+        path,
         device=device,
         dtype=config.dtype,
         progress=progress,
         max_model_len=config.max_model_len,
-        kernels=kernels,
+        kernels=layer_kernels(device, config.quantization),
     )
     check_vocabulary_size(name, draft.vocab_size, model.vocab_size)
     return draft
 
 
-def make_drafter(
+def make_draft_model(
     config: EngineConfig,
-    speculation: Speculation,
+    draft: LoadedModel,
+    model: LoadedModel,
+    budget: Budget,
+    format: KVFormat,
+    device: torch.device,
+    max_len: int,
+) -> tuple[DraftModel, Budget]:
+    """Return the proposer of a loaded model, and the budget that its pool leaves."""
+    parts = _drafter_parts("draft model", config, draft, model, budget, format, device, max_len)
+    return DraftModel(parts.runner, max_len=parts.max_len, step_tokens=parts.step_tokens), parts.left
+
+
+def make_heads(
+    config: EngineConfig,
+    head: Head,
+    method: str,
+    model: LoadedModel,
+    budget: Budget,
+    format: KVFormat,
+    device: torch.device,
+    max_len: int,
+) -> tuple[Heads, Budget]:
+    """Return the proposer of a loaded head, and the budget that its pool leaves."""
+    parts = _drafter_parts("head", config, head, model, budget, format, device, max_len)
+    return Heads(parts.runner, head, method, max_len=parts.max_len, step_tokens=parts.step_tokens), parts.left
+
+
+class _DrafterParts(NamedTuple):
+    """What a proposer with a state of its own is made of, and the budget that its pool leaves."""
+
+    runner: LocalRunner
+    max_len: int
+    step_tokens: int
+    left: Budget
+
+
+def _drafter_parts(
+    kind: str,
+    config: EngineConfig,
     draft: LoadedModel | Head,
     model: LoadedModel,
     budget: Budget,
     format: KVFormat,
     device: torch.device,
     max_len: int,
-) -> tuple[DraftModel | Heads, Budget]:
-    """Return the proposer of a loaded model or head, and the budget that its pool leaves. Both
-    pools hold about as many tokens. ``ResourceExhausted`` if its share holds no sequence."""
-    kind = "head" if isinstance(draft, Head) else "draft model"
+) -> _DrafterParts:
+    """Make a state for ``draft``, which ``kind`` names in errors. Its pool and the model's hold
+    about as many tokens. ``ResourceExhausted`` if its share holds no sequence."""
     own_format, length = kv_format("auto", draft.dtype), min(max_len, draft.max_position)
     own = sequence_bytes(draft.layer_specs, own_format, length)
     share = budget.nbytes * own // max(1, own + sequence_bytes(model.layer_specs, format, max_len))
@@ -311,11 +370,8 @@ def make_drafter(
     state = make_state(draft.layer_specs, sizes, config.page_size, own_format, device, config.attention_backend)
     left = budget.nbytes - state.num_bytes
     words = f"{size_words(left)} for the KV pool, beside {size_words(state.num_bytes)} for the {kind}'s, hold"
-    budget, runner = replace(budget, nbytes=left, words=words), LocalRunner(draft, state, device)
-    if isinstance(draft, Head):
-        head = Heads(runner, draft, speculation.method, max_len=length, step_tokens=sizes.step_tokens)
-        return head, budget
-    return DraftModel(runner, max_len=length, step_tokens=sizes.step_tokens), budget
+    budget = replace(budget, nbytes=left, words=words)
+    return _DrafterParts(LocalRunner(draft, state, device), length, sizes.step_tokens, budget)
 
 
 def expanded_weights(model: LoadedModel) -> Iterator[str]:
