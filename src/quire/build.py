@@ -258,26 +258,6 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
     return Parts(config, path, engine, model, runner, tokenizer, identity, named, defaults, notes)
 
 
-def load_drafter(
-    config: EngineConfig,
-    speculation: Speculation,
-    path: Path,
-    model: LoadedModel,
-    tokenizer: Tokenizer | None,
-    device: torch.device,
-    max_len: int,
-    progress: bool,
-) -> LoadedModel | Head | None:
-    """Load the model or the head that drafts for ``model``, which is in ``path``; None: the method
-    has none. ``InvalidArgument`` if it does not fit the model."""
-    if speculation.method == "mtp":
-        return load_mtp(path, model, layer_kernels(device, config.quantization))
-    if speculation.method == "eagle" and speculation.model is not None:
-        head = resolve_model(os.fspath(speculation.model))
-        return load_eagle(head, model, max_len, layer_kernels(device, config.quantization))
-    return load_draft_model(config, speculation, model, tokenizer, device, progress)
-
-
 def load_draft_model(
     config: EngineConfig,
     speculation: Speculation,
@@ -310,6 +290,26 @@ def load_draft_model(
     )
     check_vocabulary_size(name, draft.vocab_size, model.vocab_size)
     return draft
+
+
+def load_drafter(
+    config: EngineConfig,
+    speculation: Speculation,
+    path: Path,
+    model: LoadedModel,
+    tokenizer: Tokenizer | None,
+    device: torch.device,
+    max_len: int,
+    progress: bool,
+) -> LoadedModel | Head | None:
+    """Load the model or the head that drafts for ``model``, which is in ``path``; None: the method
+    has none. ``InvalidArgument`` if it does not fit the model."""
+    if speculation.method == "mtp":
+        return load_mtp(path, model, layer_kernels(device, config.quantization))
+    if speculation.method == "eagle" and speculation.model is not None:
+        head = resolve_model(os.fspath(speculation.model))
+        return load_eagle(head, model, max_len, layer_kernels(device, config.quantization))
+    return load_draft_model(config, speculation, model, tokenizer, device, progress)
 
 
 def make_draft_model(
