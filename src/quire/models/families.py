@@ -67,7 +67,7 @@ class LoadedModel(Model, Protocol):
         ...
 
 
-Spellings: TypeAlias = Callable[[Any], Sequence[NameTable]]
+NameTables: TypeAlias = Callable[[Any], Sequence[NameTable]]
 Ignorable: TypeAlias = Callable[[Any], Container[str]]
 Build: TypeAlias = Callable[[Any, Mapping[str, Tensor], Mapping[str, Any]], LoadedModel]
 
@@ -81,7 +81,7 @@ class Family:
     """Kinds of layer state, as in ``LayerSpec.kind``."""
     read_config: ConfigReader[Any]
     """Reads config.json. Bad values are ``CheckpointError``, missing features ``Unsupported``."""
-    spellings: Spellings
+    name_tables: NameTables
     """Name tables of all spellings in checkpoints of the family; the commonest first."""
     ignorable_names: Ignorable
     build: Build
@@ -114,7 +114,7 @@ def _register(
     architecture: str,
     state_kinds: tuple[str, ...],
     read: ConfigReader[Any],
-    spellings: Spellings,
+    name_tables: NameTables,
     ignorable: Ignorable = ignorable_names,
     build: Build = Decoder,
     draft_layer: Callable[[Any], DraftLayer | None] = lambda config: None,
@@ -122,7 +122,7 @@ def _register(
     family = Family(
         state_kinds=state_kinds,
         read_config=read,
-        spellings=spellings,
+        name_tables=name_tables,
         ignorable_names=ignorable,
         build=build,
         draft_layer=draft_layer,
@@ -133,14 +133,14 @@ def _register(
 def _hybrid(
     architecture: str,
     read: ConfigReader[Any],
-    spellings: Spellings,
+    name_tables: NameTables,
     block: BlockBuilder[Any],
     ignorable: Ignorable = lambda config: ignorable_names(config.trunk),
     state_kinds: tuple[str, ...] = ("full", "recurrent"),
     draft_layer: Callable[[Any], DraftLayer | None] = lambda config: None,
 ) -> None:
     build = partial(HybridDecoder[Any], block=block)
-    _register(architecture, state_kinds, read, spellings, ignorable, build, draft_layer)
+    _register(architecture, state_kinds, read, name_tables, ignorable, build, draft_layer)
 
 
 def _dense_tables(config: DecoderConfig, names: Names) -> Sequence[NameTable]:

@@ -21,7 +21,7 @@ from torch import Tensor
 from quire.contracts.layers import LayerSpec
 from quire.contracts.model import Block
 from quire.weights.checkpoint import Checkpoint
-from quire.weights.late_parameters import allocate
+from quire.weights.lazy_parameters import allocate
 from quire.weights.places import NameTable, parameter_dtypes, parameter_shapes
 
 Map = Callable[[Tensor], Tensor]
