@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -59,9 +59,12 @@ from quire.kv.recurrent import bytes_per_state
 from quire.kv.state import State
 from quire.kv.storage import bytes_per_token
 from quire.models.catalogue import resolve_model, resolve_tokenizer
+from quire.models.eagle import load_eagle
 from quire.models.families import LoadedModel
 from quire.models.fingerprint import kept_formats, length_rule_of, model_fingerprint
+from quire.models.heads import Head
 from quire.models.loading import Outline, load_model
+from quire.models.mtp import load_mtp
 from quire.models.sources import read_generation_config
 from quire.runner.graph import CudaCapture, GraphRunner, usual_sizes
 from quire.runner.local import LocalRunner, Runner
@@ -93,6 +96,7 @@ from quire.runner.ranks import RankedRunner, Ranks, TorchGroup
 from quire.runner.row_dependence import content_dependence, row_dependence
 from quire.sampling.seen_tokens import SeenTokens
 from quire.speculation.draft_model import DraftModel, check_vocabulary, check_vocabulary_size
+from quire.speculation.heads import Heads
 from quire.speculation.lookup import Lookup
 from quire.speculation.proposer import Proposer
 from quire.store.memory import MemoryTier
@@ -203,14 +207,18 @@ def _build(config: EngineConfig, ranks: Ranks | None, *, progress: bool) -> Part
         if ranks is None
         else AdapterPool.without_sites(f"adapters: tensor_parallel_size is {ranks.size}, and this release divides none")
     )
-    draft = None if speculation is None else load_draft_model(config, speculation, model, tokenizer, device, progress)
+    draft = None
+    if speculation is not None:
+        draft = load_drafter(config, speculation, path, model, tokenizer, device, max_len, progress)
     captures = (
         device.type == "cuda" and ranks is None and not config.enforce_eager and not getattr(model, "fallback", False)
     )
     runs_ahead = device.type != "cpu" and ranks is None and config.async_scheduling
     budget = pool_budget(config, model, adapters, format, device, max_len, captures=captures)
-    proposer: DraftModel | None = None
-    if draft is not None:
+    proposer: DraftModel | Heads | None = None
+    if isinstance(draft, Head) and speculation is not None:
+        proposer, budget = make_heads(config, draft, speculation.method, model, budget, format, device, max_len)
+    elif draft is not None and not isinstance(draft, Head):
         proposer, budget = make_draft_model(config, draft, model, budget, format, device, max_len)
     if ranks is not None and device.type == "cpu" and config.kv_cache_memory is None:
         budget = replace(budget, nbytes=budget.nbytes // ranks.size)
@@ -358,7 +366,14 @@ def load_draft_model(
     progress: bool,
 ) -> LoadedModel | None:
     """Load the model that drafts; None: the method has none. ``InvalidArgument`` if its vocabulary
-    is not that of ``model``."""
+    is not that of ``model``, ``Unsupported`` for a head."""
+    if speculation.method in ("eagle", "mtp"):
+        raise Unsupported(
+            f"speculative: {speculation.method} is a head, which reads the steps of an LLM; executors draft by lookup or "
+            "by a draft model",
+            field="speculative",
+            given=speculation.method,
+        )
     if speculation.model is None:
         return None
     name = os.fspath(speculation.model)
@@ -376,6 +391,26 @@ def load_draft_model(
     return draft
 
 
+def load_drafter(
+    config: EngineConfig,
+    speculation: Speculation,
+    path: Path,
+    model: LoadedModel,
+    tokenizer: Tokenizer | None,
+    device: torch.device,
+    max_len: int,
+    progress: bool,
+) -> LoadedModel | Head | None:
+    """Load the model or the head that drafts for ``model``, which is in ``path``; None: the method
+    has none. ``InvalidArgument`` if it does not fit the model."""
+    if speculation.method == "mtp":
+        return load_mtp(path, model, layer_kernels(device, config.quantization))
+    if speculation.method == "eagle" and speculation.model is not None:
+        head = resolve_model(os.fspath(speculation.model))
+        return load_eagle(head, model, max_len, layer_kernels(device, config.quantization))
+    return load_draft_model(config, speculation, model, tokenizer, device, progress)
+
+
 def make_draft_model(
     config: EngineConfig,
     draft: LoadedModel,
@@ -385,18 +420,57 @@ def make_draft_model(
     device: torch.device,
     max_len: int,
 ) -> tuple[DraftModel, Budget]:
-    """Return the proposer of a loaded model, and the budget that its pool leaves. Both pools hold
+    """Return the proposer of a loaded model, and the budget that its pool leaves."""
+    parts = _drafter_parts("draft model", config, draft, model, budget, format, device, max_len)
+    return DraftModel(parts.runner, max_len=parts.max_len, step_tokens=parts.step_tokens), parts.left
+
+
+def make_heads(
+    config: EngineConfig,
+    head: Head,
+    method: str,
+    model: LoadedModel,
+    budget: Budget,
+    format: KVFormat,
+    device: torch.device,
+    max_len: int,
+) -> tuple[Heads, Budget]:
+    """Return the proposer of a loaded head, and the budget that its pool leaves."""
+    parts = _drafter_parts("head", config, head, model, budget, format, device, max_len)
+    return Heads(parts.runner, head, method, max_len=parts.max_len, step_tokens=parts.step_tokens), parts.left
+
+
+class _DrafterParts(NamedTuple):
+    """What a proposer with a state of its own is made of, and the budget that its pool leaves."""
+
+    runner: LocalRunner
+    max_len: int
+    step_tokens: int
+    left: Budget
+
+
+def _drafter_parts(
+    kind: str,
+    config: EngineConfig,
+    draft: LoadedModel | Head,
+    model: LoadedModel,
+    budget: Budget,
+    format: KVFormat,
+    device: torch.device,
+    max_len: int,
+) -> _DrafterParts:
+    """Make a state for ``draft``, which ``kind`` names in errors. Its pool and the model's hold
     about as many tokens. ``ResourceExhausted`` if its share holds no sequence."""
     own_format, length = kv_format("auto", draft.dtype), min(max_len, draft.max_position)
     own = sequence_bytes(draft.layer_specs, own_format, length)
     share = budget.nbytes * own // max(1, own + sequence_bytes(model.layer_specs, format, max_len))
-    words = f"speculative: the draft model's share of the KV pool, {size_words(share)} of {size_words(budget.nbytes)}, holds"
+    words = f"speculative: the {kind}'s share of the KV pool, {size_words(share)} of {size_words(budget.nbytes)}, holds"
     sizes = pool_sizes(config, draft.layer_specs, own_format, length, Budget(share, words, budget.advice))
     state = make_state(draft.layer_specs, sizes, config.page_size, own_format, device, config.attention_backend)
     left = budget.nbytes - state.num_bytes
-    words = f"{size_words(left)} for the KV pool, beside {size_words(state.num_bytes)} for the draft model's, hold"
-    proposer = DraftModel(LocalRunner(draft, state, device), max_len=length, step_tokens=sizes.step_tokens)
-    return proposer, replace(budget, nbytes=left, words=words)
+    words = f"{size_words(left)} for the KV pool, beside {size_words(state.num_bytes)} for the {kind}'s, hold"
+    budget = replace(budget, nbytes=left, words=words)
+    return _DrafterParts(LocalRunner(draft, state, device), length, sizes.step_tokens, budget)
 
 
 def expanded_weights(model: LoadedModel) -> Iterator[str]:

@@ -186,7 +186,7 @@ REFUSED: dict[str, tuple[list[Any], str]] = {
     "trust_remote_code": (NOT_BOOLS, "True or False"),
     "seed": ([-1, 2**63, 1.0, True, None], f"an integer in [0, {2**63 - 1}]"),
     "host_memory": ([-1, 1.5, "4G", True], "byte"),
-    "speculative": (["ngram", 7, ["lookup"]], "one of auto, lookup, draft"),
+    "speculative": (["ngram", 7, ["lookup"]], "one of auto, lookup, draft, eagle, mtp"),
     "store": (["memory://1GiB", ["file:///a", 3], [3], 3, None], "a list of URLs"),
     "adapter_ranks": ([*NOT_POSITIVE, None], "an integer >= 1"),
     "adapter_memory": ([-1, 1.5, "4G", True], "byte"),
@@ -198,7 +198,6 @@ UNSUPPORTED: dict[str, tuple[list[Any], str]] = {
     "attention_backend": (["flash_attn", "FlashInfer", "Triton"], "one of 'auto', 'torch'"),
     "tensor_parallel_size": ([2], "1"),
     "pipeline_parallel_size": ([4], "1"),
-    "speculative": (["eagle:x", "eagle", "mtp"], "one of auto, lookup, draft"),
     "quantization": (["awq", "", 8], "one of 'int8', 'int4', 'fp8', or left out"),
     "trust_remote_code": ([True], "False"),
 }

@@ -780,10 +780,6 @@ def test_what_the_engine_refuses_is_refused(llm: LLM) -> None:
     from quire import Unsupported
 
     calls: dict[str, list[Callable[[], object]]] = {
-        "LLM(speculative='eagle'), 'mtp'": [
-            lambda: LLM("tiny-python", speculative="eagle:x"),
-            lambda: LLM("tiny-python", speculative="mtp"),
-        ],
         "LLM(quantization='awq')": [lambda: LLM("tiny-python", quantization="awq")],
         "LLM(pipeline_parallel_size=2)": [lambda: LLM("tiny-python", pipeline_parallel_size=2)],
         "LLM(tensor_parallel_size=2, adapters=..., store=..., state_dir=..., host_memory=...)": [

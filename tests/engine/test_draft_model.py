@@ -24,7 +24,7 @@ from quire.kv.plain_format import kv_format
 from quire.models.catalogue import bundled_models
 from quire.runner.local import LocalRunner
 from quire.runner.pool_budget import PoolSizes
-from quire.speculation import draft_model
+from quire.speculation import chains
 from quire.speculation.controller import Pace
 from quire.speculation.draft_model import DraftModel
 from quire.speculation.proposer import NO_DRAFT, Context
@@ -55,7 +55,7 @@ def drafts_at_any_price() -> Iterator[None]:
     """Nothing depends on time, and no chain ends early."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Pace, "drafts", lambda *_: True)
-        patch.setattr(draft_model, "LEAST_CHANCE", 0.0)
+        patch.setattr(chains, "LEAST_CHANCE", 0.0)
         yield
 
 
@@ -211,7 +211,7 @@ def test_prompts_run_in_parts(make_llm: MakeLLM, models: Any, kind: str) -> None
 
 def test_a_chain_ends_where_it_gets_unlikely(make_llm: MakeLLM, models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = models("llama")
-    monkeypatch.setattr(draft_model, "LEAST_CHANCE", 1.0)
+    monkeypatch.setattr(chains, "LEAST_CHANCE", 1.0)
     llm = taking_all(make_llm(checkpoint, speculative=f"draft:{checkpoint.path}"))
     (output,) = llm.generate([PROMPT], greedy(20))
     counts = output.speculation

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quire import LLM, SamplingParams, Speculation
-from quire.base.errors import InvalidArgument, QuireError, Unsupported
+from quire.base.errors import InvalidArgument, NotFound, QuireError, Unsupported
 from quire.engine.drafts import Drafts
 from quire.kv.recurrent import bytes_per_state
 from quire.speculation.controller import Controller, StepCosts
@@ -594,10 +594,12 @@ def test_nothing_changes_without_it(make_llm: MakeLLM, llama: Checkpoint) -> Non
     ("given", "error", "words"),
     [
         ("draft", InvalidArgument, "the draft model, as in draft:DIR"),
-        ("lookup:some/model", InvalidArgument, "left out: only draft has one"),
+        ("lookup:some/model", InvalidArgument, "left out: only draft and eagle have one"),
+        ("mtp:some/model", InvalidArgument, "left out: only draft and eagle have one"),
+        ("eagle", InvalidArgument, "the EAGLE-3 head, as in eagle:DIR"),
         ({"method": "draft", "model": 7}, InvalidArgument, "the path or name of a model"),
-        ("mtp", Unsupported, "heads"),
-        ("eagle:x", Unsupported, "EAGLE"),
+        ("mtp", Unsupported, "has no layers that draft"),
+        ("eagle:no/such/head/here", NotFound, "no such directory"),
         ("guess", InvalidArgument, "auto, lookup"),
         ({"method": "lookup", "depth": 0}, InvalidArgument, "1..64"),
         ({"method": "lookup", "depth": 65}, InvalidArgument, "1..64"),

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from quire import LLM, SamplingParams
+from quire.base.types import Add, Chunk, Inputs, Pop, Remove, Step
 from quire.contracts.block_calls import NormWeight
 from quire.contracts.executor_calls import PrefillInput
 from quire.contracts.linear import WeightForm
@@ -181,7 +182,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     for kind, verb, rows_at in (
         (NativeTail, "__call__", 1),
         (NativeBlock, "__call__", 0),
-        (NativeStack, "__call__", 0),
+        (NativeStack, "outputs", 0),
         (NativeStack, "model", 0),
     ):
         plain = getattr(kind, verb)
@@ -230,6 +231,28 @@ def test_a_model_decodes_the_same_with_and_without(rows: NativeRows, dtype: str,
         llm.reset_prefix_cache()
         assert [one.outputs[0].token_ids for one in llm.generate(prompts, GREEDY)] == ours
         assert llm.generate(prompts[:1], GREEDY, adapter="docs")[0].outputs[0].token_ids == adapted
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_outputs_of_blocks_are_the_same_with_and_without(rows: NativeRows, dtype: str) -> None:
+    """Those that heads read, of decodes and of a prompt."""
+    with LLM("tiny-python", dtype=dtype, kv_cache_memory="16MiB") as llm:
+        runner, count = llm._engine.runner, len(llm.model.blocks)
+        assert count > 2
+        seqs = [runner.new_seq() for _ in range(3)]
+        for tokens in ([5, 6, 7, 8], [9]):
+            edits = tuple(Add(seq) for seq in seqs) if len(tokens) > 1 else ()
+            chunks = tuple(Chunk(seq, tokens) for seq in seqs)
+            wanted = runner.execute(Step(edits=edits, chunks=chunks, inputs=Inputs(hidden_states=True)))
+            runner.execute(Step(edits=tuple(Pop(seq, len(tokens)) for seq in seqs)))
+            for features in (tuple(range(count)), (0, count - 2), (count - 1,)):
+                found = runner.execute(Step(chunks=chunks, inputs=Inputs(features=features)))
+                runner.execute(Step(edits=tuple(Pop(seq, len(tokens)) for seq in seqs)))
+                assert torch.equal(found.logits_RV, wanted.logits_RV)
+                for block, output_TE in zip(features, found.features, strict=True):
+                    assert torch.equal(output_TE, torch.cat([chunk[block] for chunk in wanted.hidden_states]))
+            runner.execute(Step(chunks=chunks))
+        runner.execute(Step(edits=tuple(Remove(seq) for seq in seqs)))
 
 
 def test_without_the_library_blocks_run_their_parts(monkeypatch: pytest.MonkeyPatch) -> None:

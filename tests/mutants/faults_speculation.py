@@ -7,6 +7,9 @@ from tests.mutants.harness import Mutant
 TESTS, UNITS, EXECUTORS = "engine/test_speculation.py", "speculation", "executor/test_drafting.py"
 EXACT = "engine/test_exact.py"
 DRAFTS, STEPS, LOOKUP = "engine/drafts.py", "engine/steps.py", "speculation/lookup.py"
+HEADS, HEAD_TESTS = "speculation/heads.py", "engine/test_heads.py"
+RIGHT = f"{HEAD_TESTS}::test_a_head_that_is_right_is_always_accepted"
+FIRST = f"{HEAD_TESTS}::test_each_first_draft_is_that_of_the_definition"
 AUTOMATON, CONTROLLER = "speculation/suffix_automaton.py", "speculation/controller.py"
 MUTANTS = (
     Mutant(
@@ -71,6 +74,111 @@ MUTANTS = (
         old="not self.are_trees or 2 * nodes <= spare",
         new="True",
         tests=(f"{TESTS}::test_many_recurrent_requests_in_few_slots",),
+    ),
+    Mutant(
+        name="heads-read-the-hidden-state-before",
+        file=HEADS,
+        old="reader.states_NE[start - reader.first : start - reader.first + count]",
+        new="reader.states_NE[max(0, start - reader.first - 1) :][:count]",
+        tests=(RIGHT,),
+    ),
+    Mutant(
+        name="heads-read-the-token-of-the-hidden-state",
+        file=HEADS,
+        old="reader.tokens.ids[start + 1 : start + 1 + count].copy()",
+        new="reader.tokens.ids[start : start + count].copy()",
+        tests=(FIRST,),
+    ),
+    Mutant(
+        name="heads-keep-the-rows-of-drafts",
+        file=HEADS,
+        old="            for reader in readers:\n                self._pop(reader)",
+        new="            for reader in readers:\n                reader.num_run = self._state.sequence_length(reader.seq)",
+        tests=(FIRST,),
+    ),
+    Mutant(
+        name="heads-keep-hidden-states-of-rejected-drafts",
+        file=HEADS,
+        old="self.states_NE = self.states_NE[: max(0, count - self.first)]",
+        new="pass",
+        tests=(f"{UNITS}/test_heads.py",),
+    ),
+    Mutant(
+        name="heads-go-on-where-hidden-states-are-missing",
+        file=HEADS,
+        old="        if self.known < start:",
+        new="        if False:",
+        tests=(f"{UNITS}/test_heads.py",),
+    ),
+    Mutant(
+        name="heads-keep-the-row-of-another-token",
+        file=HEADS,
+        old="self.num_run = min(self.num_run, max(0, count - 1 - self.begin))",
+        new="self.num_run = min(self.num_run, max(0, count - self.begin))",
+        tests=(f"{UNITS}/test_heads.py",),
+    ),
+    Mutant(
+        name="heads-go-on-from-requests-of-another-salt",
+        file=HEADS,
+        old="is_there = self.salt == rows.context.salt and",
+        new="is_there =",
+        tests=(f"{UNITS}/test_heads.py",),
+    ),
+    Mutant(
+        name="heads-begin-anew-in-each-turn",
+        file=HEADS,
+        old="if rows.start and one.has(rows)]",
+        new="if not rows.start and one.has(rows)]",
+        tests=(f"{HEAD_TESTS}::test_turns_and_samples_go_on_with_the_context",),
+    ),
+    Mutant(
+        name="heads-are-not-told-of-cancelled-prompts",
+        file=DRAFTS,
+        old="return wanted and not self.of(request).dropped",
+        new="return wanted",
+        tests=(f"{HEAD_TESTS}::test_cancelled_between_drafts",),
+    ),
+    Mutant(
+        name="heads-let-hidden-states-of-prompts-wait",
+        file=HEADS,
+        old="if stop - reader.next <= self._most_waiting:",
+        new="if True:",
+        tests=(f"{HEAD_TESTS}::test_hidden_states_that_wait_are_few",),
+    ),
+    Mutant(
+        name="heads-draft-their-own-ids",
+        file="models/eagle.py",
+        old="return list(tokens) if self.ids is None else",
+        new="return list(tokens) if True else",
+        tests=(RIGHT,),
+    ),
+    Mutant(
+        name="eagle-heads-go-on-from-the-normed-state",
+        file="models/eagle.py",
+        old="        return y_TE\n\n    def head",
+        new="        return self.norm(y_TE) * 0\n\n    def head",
+        tests=(RIGHT,),
+    ),
+    Mutant(
+        name="mtp-heads-read-the-state-before-the-norm",
+        file="models/mtp.py",
+        old="return self.target_norm(features[0]).to(self.dtype)",
+        new="return features[0].to(self.dtype)",
+        tests=(f"{HEAD_TESTS}::test_logits_are_those_of_the_definition",),
+    ),
+    Mutant(
+        name="mtp-heads-join-state-and-embedding",
+        file="models/mtp.py",
+        old="(self.embedding_norm(e_TE), self.state_norm(h_TE))",
+        new="(self.state_norm(h_TE), self.embedding_norm(e_TE))",
+        tests=(f"{HEAD_TESTS}::test_logits_are_those_of_the_definition",),
+    ),
+    Mutant(
+        name="outputs-are-those-of-the-next-block",
+        file="kernels/block.py",
+        old="                found.append(x_TE)\n                start = block + 1",
+        new="                found.append(x_TE)\n                start = block",
+        tests=(f"{HEAD_TESTS}::test_logits_are_those_of_the_definition",),
     ),
     Mutant(
         name="drafts-of-one-salt-are-seen-by-all",

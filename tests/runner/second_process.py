@@ -27,6 +27,7 @@ def found_by(runner: Runner, step: Step, output: StepOutput) -> list[Tensor]:
     """Everything that a step has computed, and the sequences behind it."""
     found = [output.logits_RV, torch.tensor(output.starts)]
     found += [one for layers in (*output.hidden_states, *output.attention_weights) for one in layers]
+    found += output.features
     found += [one for layer in sorted(output.observed) for one in output.observed[layer]]
     found += [torch.from_numpy(mask) for mask in output.left_out if mask is not None]
     found += [runner.logits[place.tensor] for place in step.inputs.places]

@@ -5,6 +5,7 @@ forward has besides tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -150,6 +151,19 @@ def test_hidden_states_and_weights_come_per_chunk() -> None:
     output.logits_RV.zero_()
     output.hidden_states[0][0].zero_()
     weights_HnK.zero_()  # ordinary tensors, which belong to the caller
+
+
+def test_outputs_of_blocks_are_of_all_tokens() -> None:
+    runner = make_runner()
+    step = Step(edits=(Add(0), Add(1)), chunks=(Chunk(0, [4, 5]), Chunk(1, [7], logits="none")))
+    output = runner.execute(replace(step, inputs=Inputs(features=(0, 0))))
+    assert output.logits_RV.shape == (1, VOCAB)
+    for found in output.features:
+        assert torch.equal(found, runner.model.outputs[-1].flatten(1))  # type: ignore[attr-defined]
+    for block in (-1, 1):
+        with pytest.raises(InvalidArgument, match="features must be blocks 0 to 0"):
+            runner.execute(Step(edits=(Pop(0, 1),), chunks=(Chunk(0, [1]),), inputs=Inputs(features=(block,))))
+    assert runner.state.sequence_length(0) == 2
 
 
 def test_a_mask_replaces_the_causal_rule() -> None:

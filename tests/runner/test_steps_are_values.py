@@ -29,7 +29,7 @@ from torch import Tensor
 
 from quire import LLM, BlendParams, SamplingParams, Segment, Unsupported
 from quire.base.errors import QuireError
-from quire.base.types import Fork, Import, Load, Overwrite, Remove, Step
+from quire.base.types import Add, Chunk, Fork, Import, Inputs, Load, Overwrite, Remove, Step
 from quire.contracts.executor import PrefillInput
 from quire.contracts.kv_state import RowPieces
 from quire.runner.local import StepOutput
@@ -223,7 +223,20 @@ def loaded(llm: LLM) -> None:
     other.release()
 
 
-SCENARIOS = {one.__name__: one for one in (generate, preempted, sessions, written, loaded, executor, blended, restored)}
+def features(llm: LLM) -> None:
+    """Outputs of blocks, as heads read them: of a prompt's parts beside a decode."""
+    runner, last = engine_of(llm).runner, len(llm.model.blocks) - 1
+    one, two = runner.new_seq(), runner.new_seq()
+    runner.execute(Step(edits=(Add(one), Add(two)), chunks=(Chunk(one, random_tokens(9)),)))
+    chunks = Chunk(one, [3]), Chunk(two, random_tokens(20), logits="none")
+    output = runner.execute(Step(chunks=chunks, inputs=Inputs(features=(last, 0))))
+    assert [part.shape[0] for part in output.features] == [21, 21]
+    runner.execute(Step(edits=(Remove(one), Remove(two))))
+
+
+SCENARIOS = {
+    one.__name__: one for one in (generate, preempted, sessions, written, loaded, executor, blended, restored, features)
+}
 POOL = {"preempted": 320}
 """Tokens of the pool by scenario, where it is no large one."""
 
@@ -236,6 +249,7 @@ HELD: dict[str, list[Callable[[Step], object]]] = {
     "loaded": [lambda step: any(isinstance(edit, Load) for edit in step.edits)],
     "executor": [lambda step: step.inputs.places, lambda step: step.inputs.hidden_states],
     "blended": [lambda step: step.blend],
+    "features": [lambda step: step.inputs.features],
     "restored": [lambda step: step.awaited, lambda step: any(isinstance(edit, Import) for edit in step.edits)],
 }
 """What some step of a scenario has."""

@@ -144,7 +144,7 @@ class EngineConfig:
     pipeline_parallel_size: int = option(1, "Devices over which the layers are divided; this release has 1 only.")
     speculative: Speculation | str | None = option(  # noqa: RUF009
         None,
-        f"Draft later tokens and verify several in one step: {', '.join(METHODS)} (as draft:MODEL) or off; the texts stay the same.",
+        f"Draft later tokens and verify several in one step: {', '.join(METHODS)} (as draft:MODEL, eagle:HEAD) or off; the texts stay the same.",
     )
     adapters: Mapping[str, str] | None = option(
         None,

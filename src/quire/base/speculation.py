@@ -7,16 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from quire.base.errors import InvalidArgument, Unsupported
+from quire.base.errors import InvalidArgument
 
-Method = Literal["auto", "lookup", "draft"]
+Method = Literal["auto", "lookup", "draft", "eagle", "mtp"]
 METHODS: tuple[str, ...] = get_args(Method)
 MAX_DEPTH = 64
 """Most drafts of a request in one step."""
-PLANNED = {
-    "eagle": "drafting by EAGLE heads",
-    "mtp": "drafting by the heads of a checkpoint",
-}
+WITH_MODEL = {"draft": "the draft model, as in draft:DIR", "eagle": "the EAGLE-3 head, as in eagle:DIR"}
+"""The methods that have a model of their own, and what it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +27,14 @@ class Speculation:
 
     method: Method = "auto"
     """``lookup`` copies what followed the same tokens earlier, in this request or in outputs under
-    the same salt; ``draft`` asks a smaller model of the same vocabulary; ``auto`` is ``lookup`` in
-    this release."""
+    the same salt; ``draft`` asks a smaller model of the same vocabulary; ``eagle`` asks a head that
+    was trained for the model, and ``mtp`` the head in the model's own checkpoint; ``auto`` is
+    ``lookup`` in this release."""
     depth: int = 16
     """Most drafts of a request in one step, 1 to ``MAX_DEPTH``. Fewer are tried where fewer pay."""
     model: str | os.PathLike[str] | None = None
-    """The draft model of ``draft``: a name, directory, GGUF file or Hugging Face id."""
+    """The draft model of ``draft``: a name, directory, GGUF file or Hugging Face id. The head of
+    ``eagle``: a directory or Hugging Face id."""
 
     def __post_init__(self) -> None:
         _check_method("speculative.method", self.method, self.method)
@@ -43,27 +43,20 @@ class Speculation:
             raise InvalidArgument(field="speculative.depth", given=self.depth, allowed=allowed)
         if self.model is not None and not isinstance(self.model, str | os.PathLike):
             raise InvalidArgument(field="speculative.model", given=self.model, allowed="the path or name of a model")
-        if (self.method == "draft") != bool(self.model):
-            allowed = "the draft model, as in draft:DIR" if self.method == "draft" else "left out: only draft has one"
+        if (self.method in WITH_MODEL) != bool(self.model):
+            allowed = WITH_MODEL.get(self.method, f"left out: only {' and '.join(WITH_MODEL)} have one")
             raise InvalidArgument(field="speculative.model", given=self.model, allowed=allowed)
 
 
 def _check_method(name: str, given: object, method: object) -> None:
-    """Raise ``Unsupported`` for a method that is planned, ``InvalidArgument`` for another word."""
-    accepted = f"one of {', '.join(METHODS)}"
-    if isinstance(method, str) and method in PLANNED:
-        reason = f"{name}={given!r} ({PLANNED[method]}) is not supported by this release; accepted: {accepted}"
-        raise Unsupported(reason, field=name, given=given, allowed=accepted)
+    """Raise ``InvalidArgument`` for a word that is no method."""
     if method not in METHODS:
-        raise InvalidArgument(field=name, given=given, allowed=accepted)
+        raise InvalidArgument(field=name, given=given, allowed=f"one of {', '.join(METHODS)}")
 
 
 def read_speculation(name: str, given: Any) -> Speculation | None:
-    """Return options from an object, a method's name, ``draft:MODEL``, a mapping of fields,
-    ``"off"`` or None.
-
-    Raises ``InvalidArgument`` for anything else, and ``Unsupported`` for a method that is planned.
-    """
+    """Return options from an object, a method's name, ``draft:MODEL``, ``eagle:HEAD``, a mapping of
+    fields, ``"off"`` or None. Raise ``InvalidArgument`` for anything else."""
     if given is None or given == "off" or given is False:
         return None
     if isinstance(given, Speculation):

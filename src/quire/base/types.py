@@ -273,6 +273,8 @@ class Inputs:
     """int64 ``[T]`` on the model's device: token ids, all in the vocabulary, that the host has not
     read. They replace the ids in the chunks; None: the chunks' own."""
     hidden_states: bool = False
+    features: tuple[int, ...] = ()
+    """Blocks of the model whose outputs are returned for all tokens, for heads that draft."""
     attention_weights: bool = False
     observed: frozenset[int] = frozenset()
     """Ids of layers whose attention weights are returned, also if other layers have none."""
@@ -287,7 +289,8 @@ class Inputs:
     def is_plain(self) -> bool:
         """Return True if there is no optional input except ``drawn``, and no optional output."""
         given = self.embeddings is not None or self.mask is not None or self.positions is not None
-        return not (given or self.hidden_states or self.attention_weights or self.observed or self.places)
+        asked = self.hidden_states or self.features or self.attention_weights or self.observed or self.places
+        return not (given or asked)
 
 
 NO_INPUTS = Inputs()

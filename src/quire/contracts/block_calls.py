@@ -141,6 +141,9 @@ class BlockStack(Protocol):
         """Return a fresh result of the last block; ``attention`` is for all blocks, in their
         order."""
 
+    def outputs(self, x_TE: Tensor, attention: StackParts, blocks: Sequence[int]) -> list[Tensor]:
+        """Return fresh results of these blocks, ascending; those behind the last one do not run."""
+
     def model(self, tokens: NDArray[np.int64], attention: StackParts) -> RowLogits:
         """Return the logits of a whole model of the blocks and their ``ModelEnds``. Each number is
         the same to the bit as from the parts one by one. ``IndexError``: a token outside of the

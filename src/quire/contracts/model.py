@@ -193,10 +193,13 @@ class Block(Protocol):
 class JoinedBlocks(Protocol):
     """All blocks of a model as one call."""
 
-    def run(self, blocks: Sequence[Block], x_TE: Tensor, pass_: OpenPass) -> Tensor | None:
-        """Return the result of the blocks one after the other, the same to the bit; None if they
-        must be called one by one, for example because a block in the list was replaced. For
-        forwards in which no adapter is active."""
+    def outputs(
+        self, blocks: Sequence[Block], x_TE: Tensor, pass_: OpenPass, wanted: Sequence[int]
+    ) -> list[Tensor] | None:
+        """Return the outputs of some blocks, ascending, the last block's among them, the same to
+        the bit as of the blocks one after the other; None if they must be called one by one, for
+        example because a block in the list was replaced. For forwards in which no adapter is
+        active."""
         ...
 
     def run_model(self, model: Model, tokens: NDArray[np.int64], pass_: OpenPass) -> RowLogits | None:

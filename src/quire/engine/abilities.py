@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 ENGINE_REFUSALS: dict[str, str] = {
-    "LLM(speculative='eagle'), 'mtp'": "heads that draft are not in this release; lookup and draft models are",
     "LLM(quantization='awq')": "of checkpoints whose weights are quantised only MXFP4 is read; int8, int4 and fp8 are made at load",
     "LLM(pipeline_parallel_size=2)": "each rank runs all layers in this release; tensor_parallel_size divides the heads",
     "LLM(tensor_parallel_size=2, adapters=..., store=..., state_dir=..., host_memory=...)": "a rank holds the K and V of its heads, "

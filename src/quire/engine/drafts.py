@@ -16,13 +16,15 @@ from typing import TYPE_CHECKING
 from quire.base.metrics import EngineMetrics
 from quire.base.speculation import Speculation, SpeculationCounts
 from quire.engine.request import Request
-from quire.engine.step_builder import StepBuilder
+from quire.engine.step_builder import ScheduledStep, StepBuilder
 from quire.speculation.controller import Controller, Trust
+from quire.speculation.feature_reader import FeatureReader, Rows
 from quire.speculation.proposer import Context, Draft, Proposer, problem_of, proposed
 
 if TYPE_CHECKING:
     from quire.contracts.kv_state import ModelState
     from quire.grammars.matcher import GrammarMatcher
+    from quire.runner.local import StepOutput
     from quire.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("quire.engine")
@@ -143,15 +145,17 @@ class Drafts:
         try:
             drafts = proposed(self._proposer, [context_of(request) for request in requests], most)
         except Exception as error:
-            logger.warning(
-                "the proposer %s failed; these requests go on without it", self._proposer.name, exc_info=True
-            )
-            for request in requests:
-                self.of(request).dropped = f"the proposer {self._proposer.name} raised {type(error).__name__}: {error}"
+            self._drop(requests, error)
             drafts = [Draft()] * len(requests)
         return [
             self._checked(request, draft, count) for request, draft, count in zip(requests, drafts, most, strict=True)
         ]
+
+    def _drop(self, requests: Sequence[Request], error: Exception) -> None:
+        """Leave out the proposer for these requests, from within the handling of its error."""
+        logger.warning("the proposer %s failed; these requests go on without it", self._proposer.name, exc_info=True)
+        for request in requests:
+            self.of(request).dropped = f"the proposer {self._proposer.name} raised {type(error).__name__}: {error}"
 
     def _checked(self, request: Request, draft: Draft, most: int) -> Draft:
         """Return the beginning of a draft that can be verified."""
@@ -191,6 +195,36 @@ class Drafts:
             found = [depth // 2 for depth in found]
         return found
 
+    def layers(self, requests: Sequence[Request]) -> tuple[int, ...]:
+        """Return the blocks whose outputs the proposer reads of a step of these requests."""
+        if isinstance(self._proposer, FeatureReader) and any(map(self._is_read, requests)):
+            return self._proposer.layers
+        return ()
+
+    def _is_read(self, request: Request) -> bool:
+        # Prompts alone, as a session's, are read for what follows.
+        wanted = request.params is None or request.params.speculative
+        return wanted and not self.of(request).dropped
+
+    def ran_rows(self, scheduled: ScheduledStep, output: StepOutput) -> None:
+        """Give the proposer the outputs of the blocks that it reads. One that fails is dropped for
+        these requests."""
+        if not output.features or not isinstance(self._proposer, FeatureReader):
+            return
+        counts = [len(chunk.tokens) for chunk in scheduled.step.chunks]
+        parts = zip(*(feature_TE.split_with_sizes(counts) for feature_TE in output.features), strict=True)
+        read = [
+            (request, Rows(context_of(request), extension.start, chunk.tokens, features))
+            for request, extension, chunk, features in zip(
+                scheduled.requests, scheduled.extensions, scheduled.step.chunks, parts, strict=True
+            )
+            if self._is_read(request)
+        ]
+        try:
+            self._proposer.ran([rows for _, rows in read])
+        except Exception as error:
+            self._drop([request for request, _ in read], error)
+
     def verified(self, request: Request) -> None:
         """Note the number of accepted drafts of a request in the step under way."""
         if (notes := self._requests.get(request)) is None or (draft := notes.verifying) is None:
@@ -215,6 +249,8 @@ class Drafts:
     def may_run_ahead(self) -> bool:
         """Return whether another step may be queued before the tokens of the last one are known.
         Its requests have no drafts."""
+        if isinstance(self._proposer, FeatureReader):
+            return False  # It reads each step, with its tokens.
         self._ahead = (self._ahead + 1) % STEPS_AHEAD
         return self._ahead != 0
 
@@ -231,8 +267,8 @@ class Drafts:
                 by_proposer=notes.by_proposer or {self._proposer.name: (0, 0)},
                 dropped=notes.dropped,
             )
-            if not notes.dropped:
-                self._proposer.ended(context_of(request))
+        if not notes.dropped:
+            self._proposer.ended(context_of(request))
 
 
 def context_of(request: Request) -> Context:

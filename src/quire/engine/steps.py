@@ -159,6 +159,8 @@ class EngineSteps:
             if output is None:
                 return None
             self._count_step(output, mark)
+            if self.drafts is not None:
+                self.drafts.ran_rows(scheduled, output)
             ran = scheduled.extensions
             if scheduled.drafts:
                 # What of the drafts counts is known when tokens are drawn.
@@ -221,9 +223,11 @@ class EngineSteps:
             if request.branch.tokens.media.rows
         )
         awaited = tuple(chunk.seq for chunk in scheduled.step.chunks if chunk.seq in self.stored.open)
-        if embeddings is None and not awaited and blend is None:
+        features = () if self.drafts is None or blend is not None else self.drafts.layers(scheduled.requests)
+        if embeddings is None and not awaited and blend is None and not features:
             return extend(self.runner, scheduled.step, scheduled.extensions)
-        step = replace(scheduled.step, inputs=Inputs(embeddings=embeddings), awaited=awaited, blend=blend)
+        inputs = Inputs(embeddings=embeddings, features=features)
+        step = replace(scheduled.step, inputs=inputs, awaited=awaited, blend=blend)
         return extend(self.runner, step, scheduled.extensions)
 
     def _note_run(self, request: Request) -> None:

@@ -209,9 +209,18 @@ class NativeStack:
 
     def __call__(self, x_TE: Tensor, attention: StackParts) -> Tensor:
         """See the contract. ``MemoryError``: no memory for sums."""
+        return self.outputs(x_TE, attention, (len(self._blocks) - 1,))[0]
+
+    def outputs(self, x_TE: Tensor, attention: StackParts, blocks: Sequence[int]) -> list[Tensor]:
+        """See the contract. ``MemoryError``: no memory for sums."""
+        found, start = [], 0
         with self._lock:
             self._attend(attention)
-            return _run_blocks(self._run, self._places, x_TE)
+            for block in blocks:
+                x_TE = _run_blocks(self._run, self._places[start : block + 1], x_TE)
+                found.append(x_TE)
+                start = block + 1
+        return found
 
     def model(self, tokens: NDArray[np.int64], attention: StackParts) -> RowLogits:
         """See the contract. ``MemoryError``: no memory for sums."""

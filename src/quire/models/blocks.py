@@ -161,12 +161,14 @@ class JoinedStack:
     ends: Mapping[str, object]
     """The model's attributes that ``ModelEnds`` was made from."""
 
-    def run(self, blocks: Sequence[Block], x_TE: Tensor, pass_: OpenPass) -> Tensor | None:
+    def outputs(
+        self, blocks: Sequence[Block], x_TE: Tensor, pass_: OpenPass, wanted: Sequence[int]
+    ) -> list[Tensor] | None:
         """See the contract."""
         if not (self._are(blocks) and self.call.takes(x_TE)):
             return None
         parts = pass_.stack_parts(self.layers, x_TE.dtype)
-        return None if parts is None else self.call(x_TE, parts)
+        return None if parts is None else self.call.outputs(x_TE, parts, wanted)
 
     def run_model(self, model: Model, tokens: NDArray[np.int64], pass_: OpenPass) -> RowLogits | None:
         """See the contract."""

@@ -3,7 +3,8 @@
 All but Youtu have many small experts beside one or a few shared ones. V2 routes by a softmax, and
 with some ``topk_method`` only to the best groups of experts. V3 and GLM-4-MoE-Lite route by
 sigmoids plus a correction, which balances the experts' load and affects only the choice. Layers
-after the last one draft tokens and are not read. Sources: arXiv:2405.04434, arXiv:2412.19437.
+after the last one draft tokens; only a head reads them (``models.mtp``). Sources:
+arXiv:2405.04434, arXiv:2412.19437.
 
 A layer's parameters beyond ``models.tensor_names``: ``{}.qkv.weight`` (rows of queries or their
 latent, then the rows to store), ``{}.latent_norm.weight``, ``{}.kv_up.weight``; for a latent of
@@ -24,6 +25,7 @@ from quire.contracts.layers import FullAttention, LatentAttention
 from quire.models.config_fields import ConfigFields, config_reader
 from quire.models.decoder import Decoder, DecoderConfig, MlpBuilder, Parameters, linear
 from quire.models.geometry import MAX_LAYERS, DecoderGeometry, read_geometry, rope_of
+from quire.models.heads import DraftLayer
 from quire.models.mixture import MixtureConfig, mixture_names, pass_over_training, read_num_experts
 from quire.models.rope_config import yarn_magnitude
 from quire.models.tensor_names import IgnorableNames, ignorable_names, mlp_names, trunk_names
@@ -195,6 +197,26 @@ def latent_mixture_ignorable_names(config: LatentMixtureConfig) -> IgnorableName
             f"model.layers.{layer}.mlp.shared_experts.{part}.weight" for layer in range(last) for part in PROJECTIONS
         }
     return IgnorableNames(names=usual.names | empty, prefixes=usual.prefixes + drafts)
+
+
+def latent_draft_layer(config: LatentMixtureConfig) -> DraftLayer | None:
+    """Return the first layer behind the last one: a layer with experts."""
+    if not config.draft_layers:
+        return None
+    prefix = f"model.layers.{config.num_layers}."
+    return DraftLayer(
+        config=replace(config, layers=config.layers[:1], dense_layers=(), draft_layers=0),
+        names={
+            "model.layers.0.": prefix,
+            "model.norm.": f"{prefix}shared_head.norm.",
+            "model.embed_tokens.": f"{prefix}embed_tokens.",
+            "lm_head.": f"{prefix}shared_head.head.",
+        },
+        prefix=prefix,
+        embedding_norm=f"{prefix}enorm.weight",
+        state_norm=f"{prefix}hnorm.weight",
+        project=f"{prefix}eh_proj.weight",
+    )
 
 
 # Configurations.

@@ -23,6 +23,7 @@ from quire.models import dense_families as dense
 from quire.models.config_fields import ConfigReader
 from quire.models.decoder import Decoder, DecoderConfig, gated_mlp
 from quire.models.gpt_oss import gpt_oss_mlp, gpt_oss_spellings, read_gpt_oss_config
+from quire.models.heads import DraftLayer
 from quire.models.hybrid_decoder import BlockBuilder, HybridDecoder, mixed_block
 from quire.models.mixtral import mixtral_spellings, read_mixtral_config
 from quire.models.mixture import mixture_mlp
@@ -88,6 +89,8 @@ class Family:
     """Name tables of all spellings in checkpoints of the family; the commonest first."""
     ignorable_names: Ignorable
     build: Build
+    draft_layer: Callable[[Any], DraftLayer | None]
+    """Returns the first layer that drafts; None: there is none."""
 
 
 FAMILIES: Registry[Family] = Registry("architecture")
@@ -118,9 +121,15 @@ def _register(
     name_tables: NameTables,
     ignorable: Ignorable = ignorable_names,
     build: Build = Decoder,
+    draft_layer: Callable[[Any], DraftLayer | None] = lambda config: None,
 ) -> None:
     family = Family(
-        state_kinds=state_kinds, read_config=read, name_tables=name_tables, ignorable_names=ignorable, build=build
+        state_kinds=state_kinds,
+        read_config=read,
+        name_tables=name_tables,
+        ignorable_names=ignorable,
+        build=build,
+        draft_layer=draft_layer,
     )
     FAMILIES.register(architecture, family)
 
@@ -132,8 +141,10 @@ def _hybrid(
     block: BlockBuilder[Any],
     ignorable: Ignorable = lambda config: ignorable_names(config.trunk),
     state_kinds: tuple[str, ...] = ("full", "recurrent"),
+    draft_layer: Callable[[Any], DraftLayer | None] = lambda config: None,
 ) -> None:
-    _register(architecture, state_kinds, read, name_tables, ignorable, partial(HybridDecoder, block=block))
+    build = partial(HybridDecoder[Any], block=block)
+    _register(architecture, state_kinds, read, name_tables, ignorable, build, draft_layer)
 
 
 def _dense_tables(config: DecoderConfig, names: Names) -> Sequence[NameTable]:
@@ -157,7 +168,7 @@ for _name, _read_latent in (
 ):
     _build: Build = partial(deepseek.LatentDecoder[Any], mlp=mixture_mlp)
     _names_of = (deepseek.latent_mixture_spellings, deepseek.latent_mixture_ignorable_names)
-    _register(_name, LATENT, _read_latent, *_names_of, _build)
+    _register(_name, LATENT, _read_latent, *_names_of, _build, deepseek.latent_draft_layer)
 _youtu: Build = partial(deepseek.LatentDecoder[Any], mlp=gated_mlp)
 _register("YoutuForCausalLM", LATENT, deepseek.read_youtu_config, deepseek.latent_spellings, build=_youtu)
 
@@ -188,7 +199,14 @@ for _name, _read_delta in (
     ("Qwen3_5MoeForConditionalGeneration", qwen3_next.read_qwen3_5_moe_with_vision_config),
 ):
     _block = partial(mixed_block, mixer=qwen3_next.delta_net)
-    _hybrid(_name, _read_delta, qwen3_next.delta_spellings, _block, qwen3_next.delta_ignorable_names)
+    _hybrid(
+        _name,
+        _read_delta,
+        qwen3_next.delta_spellings,
+        _block,
+        qwen3_next.delta_ignorable_names,
+        draft_layer=qwen3_next.delta_draft_layer,
+    )
 
 
 MODEL_TYPES: Mapping[str, str] = {

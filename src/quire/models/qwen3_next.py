@@ -20,6 +20,7 @@ from torch import Tensor
 from quire.models.config_fields import ConfigFields, refuse_unsupported
 from quire.models.decoder import DecoderConfig, Parameters, linear
 from quire.models.geometry import DecoderGeometry, read_geometry, read_layer_types, rope_of
+from quire.models.heads import DraftLayer
 from quire.models.hybrid_decoder import HybridConfig, read_taps, split_blocks
 from quire.models.mixture import (
     MixtureConfig,
@@ -191,6 +192,27 @@ def delta_ignorable_names(config: DeltaConfig) -> IgnorableNames:
     """Return the ignorable names, also of the multi-token predictor and the image encoder."""
     found = ignorable_names(config.trunk, replace(LLAMA_NAMES, trunk=config.prefix))
     return IgnorableNames(names=found.names, prefixes=(*found.prefixes, "mtp.", "model.visual."))
+
+
+def delta_draft_layer(config: DeltaConfig) -> DraftLayer:
+    """Return the first layer of the multi-token predictor: a block with attention, and experts if
+    the model has some."""
+    trunk = replace(config.trunk, layers=config.trunk.layers[:1])
+    if isinstance(trunk, MixtureConfig):
+        trunk = replace(trunk, dense_layers=())
+    return DraftLayer(
+        config=replace(config, trunk=trunk, num_blocks=1, attending=(0,), recurrent=(), prefix="model."),
+        names={
+            "model.layers.0.": "mtp.layers.0.",
+            "model.norm.": "mtp.norm.",
+            "model.embed_tokens.": "mtp.embed_tokens.",
+            "lm_head.": "mtp.lm_head.",
+        },
+        prefix="mtp.",
+        embedding_norm="mtp.pre_fc_norm_embedding.weight",
+        state_norm="mtp.pre_fc_norm_hidden.weight",
+        project="mtp.fc.weight",
+    )
 
 
 def _without_attention(table: Mapping[str, Place]) -> dict[str, Place]:

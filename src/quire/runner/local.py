@@ -61,6 +61,8 @@ class StepOutput:
     starts: tuple[int, ...]
     hidden_states: tuple[tuple[Tensor, ...], ...] = ()
     """Per chunk, per layer ``[n, E]``, the layer's output in the model's dtype, if asked for."""
+    features: tuple[Tensor, ...] = ()
+    """By block of ``Inputs.features`` its output ``[T, E]``, in the model's dtype."""
     attention_weights: tuple[tuple[Tensor, ...], ...] = ()
     """Per chunk, per layer float32 ``[Hq, n, K]``, if asked for."""
     observed: Mapping[int, Sequence[Tensor]] = field(default_factory=dict)
@@ -174,6 +176,9 @@ class LocalRunner:
             raise Unsupported(f"positions: {reason}")
         if inputs.places:
             self._check_places(step)
+        if any(not 0 <= block < len(self.model.blocks) for block in inputs.features):
+            allowed = f"blocks 0 to {len(self.model.blocks) - 1}"
+            raise InvalidArgument(field="features", given=inputs.features, allowed=allowed)
         transfers = self._transfers(step)
         counts, kept = [len(chunk.tokens) for chunk in step.chunks], [chunk.checkpoints for chunk in step.chunks]
         blended = None
@@ -229,6 +234,7 @@ class LocalRunner:
         adapters, counts = [chunk.adapter for chunk in step.chunks], [len(chunk.tokens) for chunk in step.chunks]
         plain = adapters.count(None) == len(adapters)
         hidden: list[Tensor] = []
+        features: dict[int, Tensor] = {}
         with torch.inference_mode():
             if plain:
                 self.adapters.deactivate()
@@ -241,14 +247,18 @@ class LocalRunner:
                 self.adapters.activate(adapters, counts, np.diff(starts).tolist())
             stack, blocks = self.model.stack, self.model.blocks
             if stack is not None and plain and blended is None and not inputs.hidden_states:
-                y_TE = stack.run(blocks, x_TE, pass_)
-                x_TE, blocks = (x_TE, blocks) if y_TE is None else (y_TE, ())
+                read = sorted({*inputs.features, len(blocks) - 1})
+                outputs = stack.outputs(blocks, x_TE, pass_, read)
+                if outputs is not None:
+                    x_TE, blocks, features = outputs[-1], (), dict(zip(read, outputs, strict=True))
             for layer, block in enumerate(blocks):
                 if blended is not None:
                     x_TE = self._entering(blended, layer, block, x_TE, pass_, step)
                 x_TE = block(x_TE, pass_)
                 if inputs.hidden_states:
                     hidden.append(x_TE)
+                if layer in inputs.features:
+                    features[layer] = x_TE
             if blended is not None:
                 index = np.searchsorted(blended.alive, np.arange(len(tokens)) if index is None else index)
             x_RE = x_TE if index is None else x_TE.index_select(0, uploaded(index, self.device))
@@ -264,8 +274,9 @@ class LocalRunner:
             states = _split(hidden, step.chunks) if inputs.hidden_states else ()
             weights = self._weights(pass_, len(step.chunks)) if inputs.attention_weights else ()
             observed = _observed(pass_, inputs.observed)
+            found = tuple(features[block] for block in inputs.features)
         left_out = () if blended is None else blended.left_out
-        return StepOutput(logits_RV, starts, states, weights, observed, left_out=left_out)
+        return StepOutput(logits_RV, starts, states, found, weights, observed, left_out=left_out)
 
     def _rehearse(
         self,
@@ -429,7 +440,7 @@ def _check_blend(step: Step) -> None:
     for name, asked in (
         ("mask", inputs.mask is not None),
         ("positions", inputs.positions is not None),
-        ("hidden_states", inputs.hidden_states),
+        ("hidden_states", inputs.hidden_states or bool(inputs.features)),
         ("attention_weights", inputs.attention_weights or bool(inputs.observed)),
         ("logits", any(chunk.logits == "all" for chunk in step.chunks)),
     ):

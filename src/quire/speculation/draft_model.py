@@ -13,18 +13,14 @@ from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from torch import Tensor
-
 from quire.base.errors import InvalidArgument
 from quire.base.token_history import Ids, TokenHistory, common_prefix
 from quire.base.types import Add, Chunk, Fork, Pop, Remove, SeqId, Step
 from quire.runner.local import Runner
+from quire.speculation.chains import LikelyChain, most_likely
 from quire.speculation.controller import Pace
 from quire.speculation.proposer import NO_DRAFT, Context, Draft
 from quire.text.tokenizer import Tokenizer
-
-LEAST_CHANCE = 0.3
-"""A chain of drafts ends once it is accepted as a whole with a smaller probability."""
 
 
 @dataclass(eq=False, slots=True)
@@ -39,37 +35,20 @@ class Follower:
     failed, and more if a pop has."""
 
 
-@dataclass(eq=False, slots=True)
-class Chain:
-    """The drafts of one request, as far as they are known."""
+@dataclass(eq=False, slots=True, kw_only=True)
+class Chain(LikelyChain):
+    """The drafts of one request."""
 
     follower: Follower
     ids: Ids
     """The tokens of the request, ``[T]``."""
-    most: int
     seq: SeqId
     """The sequence that runs drafts: the follower's, or a fork of it."""
-    tokens: list[int] = field(default_factory=list)
-    chances: list[float] = field(default_factory=list)
-    through: float = 1.0
-    """The probability that all of them are accepted."""
 
     @property
     def num_missing(self) -> int:
         """Number of the request's tokens that have not run."""
         return len(self.ids) - len(self.follower.tokens)
-
-    def add(self, token: int, chance: float) -> None:
-        """Take in a draft. One without a probability, which is not a number, ends the chain."""
-        self.through *= chance
-        if self.through > 0:
-            self.tokens.append(token)
-            self.chances.append(chance)
-
-    @property
-    def is_open(self) -> bool:
-        """Whether another draft is worth a forward."""
-        return len(self.tokens) < self.most and self.through >= LEAST_CHANCE
 
 
 class DraftModel:
@@ -144,7 +123,7 @@ class DraftModel:
         tokens.truncate(kept)
         if kept < length:
             self.runner.execute(Step(edits=(Pop(seq, length - kept),)))
-        return Chain(follower, ids, most, seq)
+        return Chain(follower=follower, ids=ids, most=most, seq=seq)
 
     def _catch_up(self, chains: list[Chain]) -> list[Chain]:
         """Run missing tokens of the requests, at most those of one forward, short ones first.
@@ -215,12 +194,6 @@ class DraftModel:
             else:
                 self._forget(given_up)
         return chains
-
-
-def most_likely(logits_RV: Tensor) -> tuple[list[int], list[float]]:
-    """Return the most likely token of each row and its probability."""
-    best_R, tokens_R = logits_RV.max(dim=-1)
-    return tokens_R.tolist(), (best_R - logits_RV.logsumexp(dim=-1)).exp().tolist()
 
 
 def check_vocabulary(model: str, draft: Tokenizer | None, target: Tokenizer | None) -> None:

@@ -107,11 +107,15 @@ class Checkpoint:
         is stored with other values. Reads both tensors if both are present."""
         if head not in self.tensors or embedding not in self.tensors:
             return
-        if self.tensors[head].shape == self.tensors[embedding].shape:
-            parts = zip(*(torch.split(self.source.read(name), _COMPARED) for name in (head, embedding)), strict=True)
-            if all(torch.equal(one.float(), other.float()) for one, other in parts):
-                return
-        raise self.untied(head, embedding)
+        if not self.are_equal(head, embedding):
+            raise self.untied(head, embedding)
+
+    def are_equal(self, first: str, second: str) -> bool:
+        """Return whether two tables have the same values. Reads both."""
+        if self.tensors[first].shape != self.tensors[second].shape:
+            return False
+        parts = zip(*(torch.split(self.source.read(name), _COMPARED) for name in (first, second)), strict=True)
+        return all(torch.equal(one.float(), other.float()) for one, other in parts)
 
     def untied(self, head: str, embedding: str) -> CheckpointError:
         """Return the error of a stored head that contradicts ``tie_word_embeddings``."""
