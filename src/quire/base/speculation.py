@@ -31,7 +31,7 @@ class Speculation:
     """``lookup`` copies what followed the same tokens earlier, in this request or in outputs under
     the same salt; ``draft`` asks a smaller model of the same vocabulary; ``auto`` is ``lookup`` in
     this release."""
-    depth: int = 16
+    depth: int = 32
     """Most drafts of a request in one step, 1 to ``MAX_DEPTH``. Fewer are tried where fewer pay."""
     model: str | os.PathLike[str] | None = None
     """The draft model of ``draft``: a name, directory, GGUF file or Hugging Face id."""

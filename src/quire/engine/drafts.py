@@ -75,11 +75,12 @@ class Drafts:
         """Whether drafts run as a tree of one path, whose nodes keep the states of recurrent
         layers."""
         self._requests: dict[Request, RequestDrafts] = {}
+        self._trust = Trust()
         self._ahead = 0
 
     def of(self, request: Request) -> RequestDrafts:
         """Return what speculation has done for a request."""
-        return self._requests.setdefault(request, RequestDrafts())
+        return self._requests.setdefault(request, RequestDrafts(trust=Trust(self._trust)))
 
     def choose(self, batch: StepDraft, kept: Sequence[tuple[int, ...]] | None) -> list[tuple[int, ...]]:
         """Return the drafts of each request of a step. ``kept``: per request, where recurrent
