@@ -128,8 +128,8 @@ class TransformersPeer:
 
     @torch.inference_mode()
     def look_up(self, prompt: Sequence[int], steps: int, drafts: int = 10) -> Served:
-        """Continue one prompt with prompt lookup, ``drafts`` tokens at a time. The seconds are those
-        behind the first token. The library's assisted generation has no batches."""
+        """Continue one prompt with prompt lookup, ``drafts`` tokens at a time. The seconds are
+        those behind the first token. The library's assisted generation has no batches."""
         clock = _Clock(self._synchronize)
         prompt_BS = self._checked(torch.tensor([list(prompt)], dtype=torch.int64))
         made = self.model.generate(

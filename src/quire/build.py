@@ -273,7 +273,7 @@ def load_draft_model(
         max_model_len=config.max_model_len,
         kernels=layer_kernels(device, config.quantization),
     )
-    check_vocabulary_size(name, draft.vocab_size, model.vocab_size)
+    check_vocabulary_size(name, draft.vocab_size, model.vocab_size, is_compared=tokenizer is not None)
     return draft
 
 
@@ -296,7 +296,12 @@ def make_draft_model(
     state = make_state(draft.layer_specs, sizes, config.page_size, own_format, device, config.attention_backend)
     left = budget.nbytes - state.num_bytes
     words = f"{size_words(left)} for the KV pool, beside {size_words(state.num_bytes)} for the draft model's, hold"
-    proposer = DraftModel(LocalRunner(draft, state, device), max_len=length, step_tokens=sizes.step_tokens)
+    proposer = DraftModel(
+        LocalRunner(draft, state, device),
+        max_len=length,
+        step_tokens=sizes.step_tokens,
+        vocab_size=model.vocab_size,
+    )
     return proposer, replace(budget, nbytes=left, words=words)
 
 

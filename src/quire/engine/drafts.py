@@ -19,7 +19,7 @@ from quire.base.speculation import Speculation, SpeculationCounts
 from quire.engine.request import Request
 from quire.engine.step_draft import StepDraft
 from quire.speculation.controller import Controller, Trust
-from quire.speculation.proposer import Context, Draft, Proposer
+from quire.speculation.proposer import Context, Draft, Proposer, Remembering
 
 if TYPE_CHECKING:
     from quire.contracts.kv_state import ModelState
@@ -239,6 +239,11 @@ class Drafts:
             )
             if not notes.dropped:
                 self._proposer.ended(context_of(request))
+
+    def forget(self) -> None:
+        """Forget what proposers keep of requests that have ended."""
+        if isinstance(self._proposer, Remembering):
+            self._proposer.forget()
 
 
 def context_of(request: Request) -> Context:

@@ -200,3 +200,7 @@ class Lookup:
         self._outputs[context.salt] = outputs
         if len(self._outputs) > SALTS:
             del self._outputs[next(iter(self._outputs))]
+
+    def forget(self) -> None:
+        """Forget the outputs of requests that have ended."""
+        self._outputs.clear()

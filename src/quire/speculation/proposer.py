@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from quire.base.token_history import Ids
 
@@ -48,3 +48,11 @@ class Proposer(Protocol):
 
     def ended(self, context: Context) -> None:
         """Note that a request has ended, and forget it."""
+
+
+@runtime_checkable
+class Remembering(Protocol):
+    """A proposer that keeps something of requests that have ended."""
+
+    def forget(self) -> None:
+        """Forget it."""
