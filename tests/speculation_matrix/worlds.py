@@ -119,6 +119,11 @@ class World:
         return bool((chosen >= rows_NV.amax(-1) - slack).all())
 
     @staticmethod
+    def text(token: int) -> str:
+        """Return the text of a token."""
+        return vocabulary()[token]
+
+    @staticmethod
     def allowed(form: str, text: str, stop_ids: Collection[int]) -> list[bool]:
         """Return which tokens leave a text that can become one of a form, or end one."""
         compiled = regex.compile(PATTERNS[form])
