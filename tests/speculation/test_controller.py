@@ -37,6 +37,13 @@ def test_the_surest_requests_come_first() -> None:
     assert deep > shallow
 
 
+def test_unsure_drafts_are_left_in_large_batches() -> None:
+    """Alone a request takes what it would not take among eight."""
+    assert controller(0.03).depths([[0.6]], decodes=1, rows=1, most=64) == [1]
+    assert controller(0.03).depths([[0.6]] * 8, decodes=8, rows=8, most=64) == [0] * 8
+    assert controller(0.03).depths([[0.9]] * 8, decodes=8, rows=8, most=64) == [1] * 8
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_the_choice_is_the_best_of_all(seed: int) -> None:
     """Against every number of drafts of one request."""

@@ -15,6 +15,10 @@ from dataclasses import dataclass, field
 
 GAIN = 1.03
 """Drafts are taken if they promise so many times the tokens per second of none."""
+SURE = 0.8
+"""In a large batch drafts are taken that are accepted with at least this probability; in one of n
+requests, 1 - 1 / n of it. The requests of a batch wait for the last one: most of what a draft saves
+of a step is saved only if the others have accepted drafts too."""
 FIRST_SLOPE = 0.04
 """What a further row costs of a step of one row, until that is known."""
 WEIGHT = 0.2
@@ -149,11 +153,13 @@ class Controller:
         """
         # A draft promises less than the one before it, so the best ones are beginnings of chains.
         found: list[tuple[float, int]] = []
+        least = SURE * (1 - 1 / max(1, decodes))
         for request, chain in enumerate(chances):
             through = 1.0
             for chance in chain:
                 through *= chance
-                found.append((through, request))
+                if through >= least:
+                    found.append((through, request))
         found.sort(key=lambda one: -one[0])
         depths, seconds = [0] * len(chances), self.costs.seconds
         tokens, without = float(decodes), seconds(rows)
