@@ -136,7 +136,8 @@ class DraftModel:
     def _begin(self, context: Context) -> Follower:
         """Return the sequence of a new request: one that has ended and of which the request begins
         with the larger part, or an empty one."""
-        best, most = None, 0
+        best: Follower | None = None
+        most = 0
         for one in self._followers.values():
             if not isinstance(one.name, Ended) or one.salt != context.salt or not self._state.has_sequence(one.seq):
                 continue
