@@ -126,6 +126,24 @@ class TransformersPeer:
         tokens = tuple(tuple(row) for row in output[:, prompts_BS.shape[1] :].tolist())
         return Generation(tokens=tokens, prefill_seconds=first, decode_seconds=tuple(rest))
 
+    @torch.inference_mode()
+    def look_up(self, prompt: Sequence[int], steps: int, drafts: int = 10) -> Served:
+        """Continue one prompt with prompt lookup, ``drafts`` tokens at a time. The seconds are
+        those behind the first token. The library's assisted generation has no batches."""
+        clock = _Clock(self._synchronize)
+        prompt_BS = self._checked(torch.tensor([list(prompt)], dtype=torch.int64))
+        made = self.model.generate(
+            input_ids=prompt_BS,
+            attention_mask=torch.ones_like(prompt_BS),
+            max_new_tokens=steps,
+            min_new_tokens=steps,
+            use_cache=True,
+            prompt_lookup_num_tokens=drafts,
+            logits_processor=LogitsProcessorList([clock]),
+        )
+        self._synchronize()
+        return Served(tokens=(tuple(made[0, len(prompt) :].tolist()),), seconds=time.perf_counter() - clock.stamps[0])
+
     def decode(self, batch: int, prompt_len: int, steps: int, *, seed: int = 0) -> Generation:
         """Call :meth:`generate` for :func:`random_prompts` of these sizes and ``seed``."""
         return self.generate(random_prompts(batch, prompt_len, self.vocab_size, seed=seed), steps)

@@ -3,16 +3,19 @@
 Edits of functions of the standard library (a docstring, types, another name), an agent's turns that
 copy a tool's result, and free questions. Every group of requests runs with and without speculation
 in one engine, one after the other and in turning order. Times are those between the first token of
-a group and its end, so that the prompts count on neither side.
+a group and its end, so that the prompts count on neither side. The CPU time is all of the process.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import math
 import statistics
 import textwrap
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
@@ -21,6 +24,8 @@ from quire.base.errors import InvalidArgument
 from quire.base.outputs import RequestOutput
 from quire.base.sampling_params import SamplingParams
 from quire.llm import LLM
+from quire.models.catalogue import resolve_model
+from quire_bench.peers import TransformersPeer
 from quire_bench.reports import print_json, print_table
 
 KINDS = ("edit", "agent", "free")
@@ -93,10 +98,14 @@ def seconds_of(outputs: Sequence[RequestOutput]) -> float:
     return max(ends) - min(starts)
 
 
-def measured(llm: LLM, kind: str, *, tasks: int, tokens: int, batch: int) -> dict[str, Any]:
-    """Run conversations of one kind in groups of ``batch``; return a row of the table."""
+def measured(
+    llm: LLM, kind: str, *, tasks: int, tokens: int, batch: int, peer: TransformersPeer | None = None
+) -> dict[str, Any]:
+    """Run conversations of one kind in groups of ``batch``; return a row of the table. ``peer``
+    answers them too, beside each group."""
     found, ratios, equal, number, drafted, accepted = conversations(kind, tasks), [], 0, 0, 0, 0
-    seconds = {False: 0.0, True: 0.0}
+    seconds, cpu = {False: 0.0, True: 0.0}, {False: 0.0, True: 0.0}
+    looked_up = LookedUp()
     # Others' answers would tell these, which differ in the size of their group only.
     salt = f"{kind} {batch}"
     for first in range(0, len(found), batch):
@@ -105,8 +114,12 @@ def measured(llm: LLM, kind: str, *, tasks: int, tokens: int, batch: int) -> dic
         order = (False, True) if (first // batch) % 2 else (True, False)
         _ask(llm, group, 1, speculative=False, salt=salt)  # Both find the state of the prompts.
         for speculative in order:
+            began = time.process_time()
             runs[speculative] = _ask(llm, group, tokens, speculative=speculative, salt=salt)
+            cpu[speculative] += time.process_time() - began
             seconds[speculative] += seconds_of(runs[speculative])
+        if peer is not None:
+            looked_up.add(peer, runs[False])
         ratios.append(seconds_of(runs[False]) / seconds_of(runs[True]))
         for plain, drafting in zip(runs[False], runs[True], strict=True):
             equal += plain.outputs[0].token_ids == drafting.outputs[0].token_ids
@@ -120,13 +133,40 @@ def measured(llm: LLM, kind: str, *, tasks: int, tokens: int, batch: int) -> dic
         "tokens": number,
         "equal texts": equal,
         "times as fast": seconds[False] / seconds[True],
+        "by CPU time": cpu[False] / cpu[True],
         "median": statistics.median(ratios),
         "least": min(ratios),
         "plain tok/s": number / seconds[False],
         "tok/s": number / seconds[True],
         "drafted": drafted,
         "accepted": accepted,
+        **({} if peer is None else looked_up.row),
     }
+
+
+@dataclass
+class LookedUp:
+    """The same answers by the prompt lookup of transformers, one after the other."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+    equal: int = 0
+
+    def add(self, peer: TransformersPeer, outputs: Sequence[RequestOutput]) -> None:
+        """Continue the same prompts by as many tokens."""
+        for output in outputs:
+            ids = output.outputs[0].token_ids
+            if len(ids) > 1:
+                found = peer.look_up(output.prompt_token_ids, len(ids))
+                self.tokens += len(ids) - 1
+                self.seconds += found.seconds
+                self.equal += list(found.tokens[0]) == ids
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """Return its part of a row of the table."""
+        speed = self.tokens / self.seconds if self.seconds else math.nan
+        return {"transformers tok/s": speed, "equal there": self.equal}
 
 
 def _ask(llm: LLM, group: Sequence[Chat], tokens: int, *, speculative: bool, salt: str) -> list[RequestOutput]:
@@ -145,9 +185,10 @@ def run_speculative(
     tokens: int = 256,
     batches: Sequence[int] = (1, 4, 16),
     kinds: Sequence[str] = KINDS,
+    peer: bool = False,
 ) -> dict[str, Any]:
-    """Measure, print a table and one JSON line, and return the line's content. ``InvalidArgument``
-    for numbers and kinds out of range."""
+    """Measure, print a table and one JSON line, and return the line's content. ``peer``: beside the
+    prompt lookup of transformers. ``InvalidArgument`` for numbers and kinds out of range."""
     for name, values in (("tasks", [tasks]), ("tokens", [tokens]), ("batches", batches)):
         for value in values:
             check_int(name, value, low=1)
@@ -160,9 +201,10 @@ def run_speculative(
     rows: list[dict[str, Any]] = []
     with LLM(model, **options) as llm:
         _ask(llm, conversations("free", 1), 8, speculative=True, salt="first")
+        other = TransformersPeer(resolve_model(model), llm.model.dtype) if peer else None
         for kind in kinds:
             for batch in batches:
-                rows.append(measured(llm, kind, tasks=tasks, tokens=tokens, batch=batch))
+                rows.append(measured(llm, kind, tasks=tasks, tokens=tokens, batch=batch, peer=other))
                 print_table(rows[-1:])
         dtype = str(llm.model.dtype).removeprefix("torch.")
         result = {"bench": "speculative", "model": str(model), "dtype": dtype, "weights": llm.model.quantization}

@@ -387,7 +387,7 @@ def load_draft_model(
         max_model_len=config.max_model_len,
         kernels=layer_kernels(device, config.quantization),
     )
-    check_vocabulary_size(name, draft.vocab_size, model.vocab_size)
+    check_vocabulary_size(name, draft.vocab_size, model.vocab_size, is_compared=tokenizer is not None)
     return draft
 
 
@@ -422,7 +422,10 @@ def make_draft_model(
 ) -> tuple[DraftModel, Budget]:
     """Return the proposer of a loaded model, and the budget that its pool leaves."""
     parts = _drafter_parts("draft model", config, draft, model, budget, format, device, max_len)
-    return DraftModel(parts.runner, max_len=parts.max_len, step_tokens=parts.step_tokens), parts.left
+    proposer = DraftModel(
+        parts.runner, max_len=parts.max_len, step_tokens=parts.step_tokens, vocab_size=model.vocab_size
+    )
+    return proposer, parts.left
 
 
 def make_heads(

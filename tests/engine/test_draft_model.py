@@ -12,8 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from quire import LLM, SamplingParams, Speculation
 from quire.base.errors import InvalidArgument, NotFound, QuireError, ResourceExhausted
@@ -92,7 +94,8 @@ def check_draft(llm: LLM, *, empty: bool = True) -> None:
     assert set(proposer.runner.state.sequence_ids()) <= held
     assert not proposer._forks
     if empty:
-        assert not held
+        proposer.forget()
+        assert not proposer._followers
         assert proposer.runner.state.empty()
 
 
@@ -328,6 +331,44 @@ def test_cancelled_between_drafts(make_llm: MakeLLM, models: Any, steps: int) ->
     check_draft(llm)
 
 
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen3-next"])
+def test_the_next_turn_finds_its_sequence(make_llm: MakeLLM, models: Any, kind: str) -> None:
+    """Only new tokens run, of sessions and of prompts that begin with an earlier text."""
+    checkpoint = models(kind)
+    llm = taking_all(make_llm(checkpoint, kv_cache_memory="4MiB", speculative=f"draft:{checkpoint.path}"))
+    session, tokens = llm.session(random_tokens(60)), random_tokens(60)
+    for turn in range(3):
+        counts = count_tokens(llm)
+        found = session.generate(greedy(20)).outputs[0].token_ids
+        assert found == checkpoint.greedy(tokens, 20)
+        tokens = [*tokens, *found, *random_tokens(5, seed=turn)]
+        session.append(tokens[-5:])
+        assert sum(counts) < (60 if turn == 0 else 0) + 5 + 3 * 20
+        assert len(proposer_of(llm)._followers) == 1
+    counts = count_tokens(llm)
+    llm.generate([tokens], greedy(10))
+    assert sum(counts) < 40
+    counts = count_tokens(llm)
+    llm.generate([tokens], greedy(10), cache_salt="another")
+    assert sum(counts) > len(tokens), "state of others is not theirs to find"
+    assert len(proposer_of(llm)._followers) == 2
+    check_draft(llm)
+
+
+def test_few_sequences_are_kept(make_llm: MakeLLM, models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = models("llama")
+    monkeypatch.setattr(draft_model, "KEPT", 3)
+    llm = taking_all(make_llm(checkpoint, speculative=f"draft:{checkpoint.path}"))
+    for seed in range(6):
+        llm.generate([random_tokens(20, seed=seed)], greedy(6))
+    assert [one.tokens.ids[:20].tolist() for one in proposer_of(llm)._followers.values()] == [
+        random_tokens(20, seed=seed) for seed in (3, 4, 5)
+    ]
+    assert len(proposer_of(llm).runner.state.sequence_ids()) == 3
+    llm.reset_prefix_cache()
+    assert proposer_of(llm).runner.state.empty()
+
+
 def test_closed_between_drafts(models: Any) -> None:
     checkpoint = models("llama")
     llm = taking_all(LLM(checkpoint.path, speculative=f"draft:{checkpoint.path}", **OPTIONS))
@@ -466,6 +507,41 @@ def test_other_token_texts(models: Any, tmp_path: Path) -> None:
     refused("tiny-python", models("llama").path, InvalidArgument, "the draft model has no tokenizer")
     refused(models("llama").path, "tiny-python", InvalidArgument, "the model has no tokenizer")
     refused("tiny-python", tmp_path / "none", NotFound, "none")
+
+
+def padded(model: Path, folder: Path, rows: int) -> Path:
+    """A copy whose tables have more rows than the vocabulary, of which the head's are large."""
+    copy = folder / f"{model.name}-{rows}"
+    shutil.copytree(model, copy)
+    for file in copy.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name, table in tensors.items():
+            if "embed" in name or "lm_head" in name:
+                tensors[name] = torch.cat([table, 3 * table[40 : 40 + rows]])
+        save_file(tensors, file, {"format": "pt"})
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"vocab_size": config["vocab_size"] + rows}))
+    return copy
+
+
+@pytest.mark.parametrize("larger", ["draft", "target"])
+def test_tables_with_further_rows(tmp_path: Path, larger: str) -> None:
+    """Models of one tokenizer whose tables are padded to other sizes: a row that stands for no
+    token is no draft."""
+    python = bundled_models()["tiny-python"]
+    other = padded(python, tmp_path, 8)
+    target, draft = (python, other) if larger == "draft" else (other, python)
+    prompt, texts = "def add(a, b):\n    return a + b\n\ndef sub(a, b):\n", []
+    for options in ({}, {"speculative": f"draft:{draft}"}):
+        with LLM(target, max_model_len=256, **OPTIONS, **options) as llm:
+            if options:
+                taking_all(llm)
+            (output,) = llm.generate([prompt], greedy(40), use_tqdm=False)
+            texts.append(output.outputs[0].token_ids)
+    assert texts[0] == texts[1]
+    assert output.speculation is not None
+    assert not output.speculation.dropped
+    assert output.speculation.accepted > 0
 
 
 def test_a_bundled_model_by_name() -> None:

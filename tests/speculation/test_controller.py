@@ -37,6 +37,13 @@ def test_the_surest_requests_come_first() -> None:
     assert deep > shallow
 
 
+def test_unsure_drafts_are_left_in_large_batches() -> None:
+    """Alone a request takes what it would not take among eight."""
+    assert controller(0.03).depths([[0.6]], decodes=1, rows=1, most=64) == [1]
+    assert controller(0.03).depths([[0.6]] * 8, decodes=8, rows=8, most=64) == [0] * 8
+    assert controller(0.03).depths([[0.9]] * 8, decodes=8, rows=8, most=64) == [1] * 8
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_the_choice_is_the_best_of_all(seed: int) -> None:
     """Against every number of drafts of one request."""
@@ -100,10 +107,22 @@ class TestCosts:
 
 class TestTrust:
     def test_falls_with_promises_that_are_not_kept(self) -> None:
-        trust = Trust()
+        """Sure drafts, however many, promise a quarter of a token together then."""
+        trust, others = Trust(), Trust()
+        one = Trust(others)
         for _ in range(20):
             trust.verified([1.0] * 8, 0)
-        assert trust.factor < 0.05
+            one.verified([1.0] * 8, 0)
+        assert sum(trust.factor**number for number in range(1, 33)) < 0.25
+        # The next request begins with that.
+        assert Trust(others).factor == others.factor < 0.2
+
+    def test_counts_what_was_compared(self) -> None:
+        """Drafts behind the first wrong one tell nothing: half of those compared were right."""
+        trust = Trust()
+        for _ in range(200):
+            trust.verified([1.0] * 8, 1)
+        assert trust.factor == pytest.approx(0.5, rel=0.1)  # 4 right ones are counted beforehand
 
     def test_stays_with_those_that_are(self) -> None:
         trust = Trust()
@@ -114,7 +133,9 @@ class TestTrust:
     def test_comes_back_with_time(self) -> None:
         trust = Trust()
         trust.verified([1.0] * 8, 0)
-        for _ in range(300):
+        for _ in range(20):
+            trust.verified([1.0] * 8, 0)
+        for _ in range(1000):
             trust.rested()
         assert trust.factor > 0.9
 

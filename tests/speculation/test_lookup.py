@@ -166,3 +166,29 @@ def test_a_long_history_costs_little() -> None:
     automaton.extend(text[20_000:])
     assert automaton.asked - first < 2 * first
     assert automaton.asked < 12 * len(text)
+
+
+def test_a_text_that_repeats_less_is_soon_known() -> None:
+    """Of suffixes of other lengths, too: what holds of all requests does not hold of this one."""
+    everybody = Chances()
+    for _ in range(200):
+        for length in (2, 5, 20):
+            everybody.count(length, True)
+    one, other = Chances(everybody), Chances(everybody)
+    assert one.of(5) > 0.9
+    for _ in range(8):
+        one.count(2, False)
+        other.count(2, True)
+    assert one.of(5) < 0.4
+    assert other.of(5) > 0.9
+    assert Chances(everybody).of(5) > 0.9
+
+
+def test_outputs_are_forgotten_on_request() -> None:
+    found, known = Lookup(), Context("one", np.array([1, 2, 3, 40, 41, 42, 43]), 3, None)
+    found.propose([known], [4])
+    found.ended(known)
+    for name in ("before", "after"):
+        (draft,) = found.propose([Context(name, np.array([9, 8, 40, 41]), 3, None)], [4])
+        assert list(draft.tokens) == ([42, 43] if name == "before" else [])
+        found.forget()

@@ -30,7 +30,7 @@ class Speculation:
     the same salt; ``draft`` asks a smaller model of the same vocabulary; ``eagle`` asks a head that
     was trained for the model, and ``mtp`` the head in the model's own checkpoint; ``auto`` is
     ``lookup`` in this release."""
-    depth: int = 16
+    depth: int = 32
     """Most drafts of a request in one step, 1 to ``MAX_DEPTH``. Fewer are tried where fewer pay."""
     model: str | os.PathLike[str] | None = None
     """The draft model of ``draft``: a name, directory, GGUF file or Hugging Face id. The head of

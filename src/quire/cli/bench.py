@@ -110,6 +110,7 @@ def bench_speculative(
     kinds: Annotated[str, typer.Option(help="By commas: edit (of code), agent (copies results), free.")] = (
         "edit,agent,free"
     ),
+    peer: Annotated[bool, typer.Option(help="Compare with the prompt lookup of transformers.")] = False,
     **options: Any,
 ) -> None:
     """Measure decoding with speculation against decoding without, by turns, with equal texts."""
@@ -124,6 +125,7 @@ def bench_speculative(
         tokens=tokens,
         batches=_integers("batches", batches),
         kinds=kinds.split(","),
+        peer=peer,
     )
 
 

@@ -19,7 +19,7 @@ from quire.engine.request import Request
 from quire.engine.step_builder import ScheduledStep, StepBuilder
 from quire.speculation.controller import Controller, Trust
 from quire.speculation.feature_reader import FeatureReader, Rows
-from quire.speculation.proposer import Context, Draft, Proposer, problem_of, proposed
+from quire.speculation.proposer import Context, Draft, Proposer, Remembering, problem_of, proposed
 
 if TYPE_CHECKING:
     from quire.contracts.kv_state import ModelState
@@ -76,11 +76,12 @@ class Drafts:
         """Whether drafts run as a tree of one path, whose nodes keep the states of recurrent
         layers."""
         self._requests: dict[Request, RequestDrafts] = {}
+        self._trust = Trust()
         self._ahead = 0
 
     def of(self, request: Request) -> RequestDrafts:
         """Return the counts of drafted and accepted tokens of a request."""
-        return self._requests.setdefault(request, RequestDrafts())
+        return self._requests.setdefault(request, RequestDrafts(trust=Trust(self._trust)))
 
     def choose(self, batch: StepBuilder, kept: Sequence[tuple[int, ...]] | None) -> list[tuple[int, ...]]:
         """Return the drafts of each request of a step. ``kept``: per request, where recurrent
@@ -269,6 +270,11 @@ class Drafts:
             )
         if not notes.dropped:
             self._proposer.ended(context_of(request))
+
+    def forget(self) -> None:
+        """Forget what proposers keep of requests that have ended."""
+        if isinstance(self._proposer, Remembering):
+            self._proposer.forget()
 
 
 def context_of(request: Request) -> Context:

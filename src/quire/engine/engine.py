@@ -400,12 +400,14 @@ class Engine:
 
     def reset_prefix_cache(self) -> None:
         """Forget all finished sequences, pinned ones too, also those in memory outside of the pool,
-        and what there was before. Durable tiers keep what they have."""
+        what there was before, and what drafts are taken from. Durable tiers keep what they have."""
         with self.lock:
             self.prefix_pins.clear()
             self.branches.clear_cache()
             self.stored.forget()
             self.past.clear()
+            if self.requests.drafts is not None:
+                self.requests.drafts.forget()
 
     def page_use(self) -> PageUse:
         """Count the pages by their kinds of owners, now."""

@@ -15,6 +15,10 @@ from dataclasses import dataclass, field
 
 GAIN = 1.03
 """Drafts are taken if they promise so many times the tokens per second of none."""
+SURE = 0.8
+"""In a large batch drafts are taken that are accepted with at least this probability; in one of n
+requests, 1 - 1 / n of it. The requests of a batch wait for the last one: most of what a draft saves
+of a step is saved only if the others have accepted drafts too."""
 FIRST_SLOPE = 0.04
 """What a further row costs of a step of one row, until that is known."""
 WEIGHT = 0.2
@@ -34,6 +38,12 @@ LONGEST_PAUSE = {True: 64, False: 512}
 """Most steps between two trials, while drafting and while not."""
 OLD = 0.9
 """The weight of earlier steps in a speed, each time that one is measured."""
+DRAFTS_BEFORE = 4.0
+"""Drafts that a proposer's trust counts as beforehand."""
+TRUST_MEMORY = 0.98
+"""The weight of earlier drafts in it, each time that some are verified."""
+TRUST_REST = 0.995
+"""Their weight after a step without drafts."""
 OUTLIER = 2.0
 """A measurement counts as at most so many times the estimate: one hiccup ends nothing."""
 
@@ -98,29 +108,34 @@ class StepCosts:
 
 @dataclass(slots=True, eq=False)
 class Trust:
-    """How far a proposer's chances are right for one request."""
+    """How far a proposer's chances are right for one request: of the drafts that were compared with
+    a token, how many were it, and how many were to be."""
 
+    others: Trust | None = None
+    """That of all requests, from which one request's begins."""
     promised: float = 0.0
     accepted: float = 0.0
 
     @property
     def factor(self) -> float:
-        """Return the factor for a chance, at most 1."""
-        return min(1.0, (self.accepted + 1) / (self.promised + 1))
+        """Return the factor for each chance, at most 1."""
+        before = DRAFTS_BEFORE * (1.0 if self.others is None else self.others.factor)
+        return min(1.0, (self.accepted + before) / (self.promised + DRAFTS_BEFORE))
 
     def verified(self, chances: Sequence[float], accepted: int) -> None:
         """Note the number of accepted drafts among drafts of these chances."""
-        promised, through = 0.0, 1.0
-        for chance in chances:
-            through *= chance
-            promised += through
-        self.promised = 0.9 * self.promised + promised
-        self.accepted = 0.9 * self.accepted + accepted
+        # Those behind the first wrong one were compared with nothing.
+        self.promised = TRUST_MEMORY * self.promised + sum(chances[: accepted + 1])
+        self.accepted = TRUST_MEMORY * self.accepted + accepted
+        if self.others is not None:
+            self.others.verified(chances, accepted)
 
     def rested(self) -> None:
-        """Note a step without drafts: after some, the chances are trusted again."""
-        self.promised *= 0.98
-        self.accepted *= 0.98
+        """Note a step without drafts: after many, the chances are trusted again."""
+        self.promised *= TRUST_REST
+        self.accepted *= TRUST_REST
+        if self.others is not None:
+            self.others.rested()
 
 
 class Controller:
@@ -138,11 +153,13 @@ class Controller:
         """
         # A draft promises less than the one before it, so the best ones are beginnings of chains.
         found: list[tuple[float, int]] = []
+        least = SURE * (1 - 1 / max(1, decodes))
         for request, chain in enumerate(chances):
             through = 1.0
             for chance in chain:
                 through *= chance
-                found.append((through, request))
+                if through >= least:
+                    found.append((through, request))
         found.sort(key=lambda one: -one[0])
         depths, seconds = [0] * len(chances), self.costs.seconds
         tokens, without = float(decodes), seconds(rows)

@@ -22,13 +22,21 @@ from quire.speculation.controller import Pace
 from quire.speculation.proposer import NO_DRAFT, Context, Draft
 from quire.text.tokenizer import Tokenizer
 
+KEPT = 64
+"""Most sequences of requests that have ended; the least recently used one goes first."""
+
+
+class Ended:
+    """The name of a sequence whose request has ended."""
+
 
 @dataclass(eq=False, slots=True)
 class Follower:
     """The sequence of one request in the draft model's state."""
 
     name: Hashable
-    """That of the request."""
+    """That of the request, or an ``Ended``."""
+    salt: Hashable
     seq: SeqId
     tokens: TokenHistory = field(default_factory=TokenHistory)
     """Its tokens, and those that ran on a fork. The state has fewer of them also if a forward has
@@ -56,9 +64,11 @@ class DraftModel:
 
     name = "draft"
 
-    def __init__(self, runner: Runner, *, max_len: int, step_tokens: int) -> None:
-        """``max_len``: the longest sequence; ``step_tokens``: most tokens of a forward."""
+    def __init__(self, runner: Runner, *, max_len: int, step_tokens: int, vocab_size: int | None = None) -> None:
+        """``max_len``: the longest sequence; ``step_tokens``: most tokens of a forward;
+        ``vocab_size``: that of the model it drafts for, None: its own."""
         state = runner.state
+        self._vocab_size = runner.model.vocab_size if vocab_size is None else vocab_size
         self.runner, self._state, self._step_tokens = runner, state, step_tokens
         self._max_len = max_len if state.capacity is None else min(max_len, state.capacity)
         self._followers: OrderedDict[Hashable, Follower] = OrderedDict()
@@ -80,15 +90,47 @@ class DraftModel:
             self._remove_forks()
         except Exception:
             # These requests are dropped.
+            self._remove_forks()
             for context in contexts:
-                self.ended(context)
+                self._forget(context.name)
             raise
         return [NO_DRAFT if chain is None else Draft(chain.tokens, chain.chances) for chain in chains]
 
     def ended(self, context: Context) -> None:
-        """See ``Proposer``."""
+        """See ``Proposer``. Its sequence is kept for what begins with its tokens: the next turn of
+        a session or of a chat."""
         self._remove_forks()
-        self._forget(context.name)
+        if (follower := self._followers.pop(context.name, None)) is None:
+            return
+        follower.name = Ended()
+        self._followers[follower.name] = follower
+        ended = [name for name in self._followers if isinstance(name, Ended)]
+        for name in ended[: max(0, len(ended) - KEPT)]:
+            self._forget(name)
+
+    def forget(self) -> None:
+        """Remove the sequences of requests that have ended."""
+        for name in [name for name in self._followers if isinstance(name, Ended)]:
+            self._forget(name)
+
+    def _begin(self, context: Context) -> Follower:
+        """Return the sequence of a new request: one that has ended and of which the request begins
+        with the larger part, or an empty one."""
+        best: Follower | None = None
+        most = 0
+        for one in self._followers.values():
+            if not isinstance(one.name, Ended) or one.salt != context.salt or not self._state.has_sequence(one.seq):
+                continue
+            same = self._state.nearest_reachable(
+                one.seq, min(common_prefix(one.tokens.ids, context.ids), len(context.ids) - 1)
+            )
+            if 2 * same > max(2 * most, len(one.tokens)):
+                best, most = one, same
+        if best is None:
+            return Follower(context.name, context.salt, self.runner.new_seq())
+        del self._followers[best.name]
+        best.name = context.name
+        return best
 
     def _forget(self, name: Hashable) -> None:
         if (follower := self._followers.get(name)) is not None:
@@ -104,11 +146,11 @@ class DraftModel:
 
     def _follow(self, context: Context, most: int) -> Chain | None:
         """Pop the tokens of a request's sequence that the request does not have. None: it gets no
-        drafts, because it is too long, or has embeddings that the model does not know."""
+        drafts, because it is too long, or has embeddings or tokens that the model does not know."""
         ids, state = context.ids, self._state
         most = min(most, self._max_len - len(ids))
         if (follower := self._followers.get(context.name)) is None:
-            follower = self._followers[context.name] = Follower(context.name, self.runner.new_seq())
+            follower = self._followers[context.name] = self._begin(context)
         self._followers.move_to_end(context.name)
         seq, tokens = follower.seq, follower.tokens
         if not state.has_sequence(seq):
@@ -117,7 +159,7 @@ class DraftModel:
         # The last token runs even if it has run: its logits are what the first draft is taken from.
         same = min(common_prefix(tokens.ids, ids), len(ids) - 1)
         kept = state.nearest_reachable(seq, same)
-        if most < 1 or (ids[kept:] < 0).any():
+        if most < 1 or (ids[kept:] < 0).any() or (ids[kept:] >= self.runner.model.vocab_size).any():
             self._forget(context.name)
             return None
         tokens.truncate(kept)
@@ -170,7 +212,7 @@ class DraftModel:
         """Run a forward whose rows of logits are those of ``chains``, and give each a draft."""
         output = self.runner.execute(Step(chunks=tuple(chunks)))
         if chains:
-            for chain, token, chance in zip(chains, *most_likely(output.logits_RV), strict=True):
+            for chain, token, chance in zip(chains, *most_likely(output.logits_RV[:, : self._vocab_size]), strict=True):
                 chain.add(token, chance)
 
     def _fitting(
@@ -213,9 +255,11 @@ def check_vocabulary(model: str, draft: Tokenizer | None, target: Tokenizer | No
             _refuse(model, f"its token {id} is {theirs[id]!r}, and the model's is {ours[id]!r}")
 
 
-def check_vocabulary_size(model: str, draft: int, target: int) -> None:
-    """Raise ``InvalidArgument`` unless both models have as many tokens."""
-    if draft != target:
+def check_vocabulary_size(model: str, draft: int, target: int, *, is_compared: bool) -> None:
+    """Raise ``InvalidArgument`` unless both models have as many tokens. ``is_compared``: their
+    tokenizers agree, so that further rows are padding, or tokens that the other one does not
+    draft."""
+    if draft != target and not is_compared:
         _refuse(model, f"it has {draft} tokens, and the model has {target}")
 
 

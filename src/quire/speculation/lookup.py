@@ -26,6 +26,10 @@ CLASSES = 14
 """Classes of suffixes by their length."""
 MEMORY = 0.98
 """The weight of what was counted, each time that more is."""
+FEW = 2.0
+"""Tokens that came of as many expected ones, which a request counts as beforehand."""
+RECENT = 0.03
+"""How far a request forgets them with each token."""
 PRIOR = 4.0
 """Tokens that an estimate counts as beforehand: of all requests for one request."""
 
@@ -38,26 +42,33 @@ def length_class(length: int) -> int:
 class Chances:
     """How often the expected token came, by the class of the suffix."""
 
-    __slots__ = ("_base", "_hits", "_trials")
+    __slots__ = ("_base", "_came", "_expected", "_hits", "_trials")
 
     def __init__(self, base: Chances | None = None) -> None:
         """``base``: the estimates of all requests, of which one request's are a refinement."""
         self._base = base
         self._hits, self._trials = [0.0] * CLASSES, [0.0] * CLASSES
+        self._expected, self._came = FEW, FEW
+        """How many tokens were to come by the estimates of all requests, and how many came."""
 
     def of(self, length: int) -> float:
         """Return the estimated probability that the expected token comes."""
         kind = length_class(length)
-        before = length / (length + 2.0) if self._base is None else self._base.of(length)
+        before = length / (length + 2.0)
+        if self._base is not None:
+            # A text that repeats less than those before it does so for suffixes of any length.
+            before = self._base.of(length) * min(1.0, self._came / self._expected)
         return (self._hits[kind] + PRIOR * before) / (self._trials[kind] + PRIOR)
 
     def count(self, length: int, hit: bool) -> None:
         """Note whether the expected token came."""
         kind = length_class(length)
+        if self._base is not None:
+            self._expected += RECENT * (FEW - self._expected) + self._base.of(length)
+            self._came += RECENT * (FEW - self._came) + hit
+            self._base.count(length, hit)
         self._hits[kind] = self._hits[kind] * MEMORY + hit
         self._trials[kind] = self._trials[kind] * MEMORY + 1
-        if self._base is not None:
-            self._base.count(length, hit)
 
 
 class Outputs:
@@ -200,3 +211,7 @@ class Lookup:
         self._outputs[context.salt] = outputs
         if len(self._outputs) > SALTS:
             del self._outputs[next(iter(self._outputs))]
+
+    def forget(self) -> None:
+        """Forget the outputs of requests that have ended."""
+        self._outputs.clear()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from quire.base.errors import QuireError
 from quire.base.token_history import Ids
@@ -66,3 +66,11 @@ def problem_of(draft: Draft, vocab_size: int, most: int) -> str:
     if bad:
         return f"gave token {bad[0]}, outside of 0..{vocab_size - 1}"
     return "gave no chance per draft" if len(draft.chances) != len(draft.tokens) else ""
+
+
+@runtime_checkable
+class Remembering(Protocol):
+    """A proposer that keeps something of requests that have ended."""
+
+    def forget(self) -> None:
+        """Forget it."""
