@@ -131,6 +131,16 @@ class QuirePeer:
         self.placed = []
 
 
+class ExpandingPeer(QuirePeer):
+    """Quire with the blocks of GGUF files expanded when they are loaded."""
+
+    def load(self, model: str, **given: Any) -> dict[str, Any]:
+        from quire.weights.late_parameters import LateParameters
+
+        LateParameters.stored = lambda self, weight: []  # type: ignore[method-assign]
+        return super().load(model, **given)
+
+
 class TransformersWorker:
     """``transformers``, whose model is called directly, which costs less than its ``generate``."""
 
@@ -293,11 +303,11 @@ class LlamaPeer:
         from gguf_files import gguf_file
 
         self.c, self.numpy = llama_cpp, numpy
-        kind = GGUF_KINDS[quantization or dtype]
+        given = Path(model)
+        kind = "as it is" if given.suffix == ".gguf" else GGUF_KINDS[quantization or dtype]
+        file = given if given.suffix == ".gguf" else gguf_file(given, kind)
         llama_cpp.llama_backend_init()
-        self.model = llama_cpp.llama_model_load_from_file(
-            str(gguf_file(Path(model), kind)).encode(), llama_cpp.llama_model_default_params()
-        )
+        self.model = llama_cpp.llama_model_load_from_file(str(file).encode(), llama_cpp.llama_model_default_params())
         if not self.model:
             raise RuntimeError("llama.cpp does not read the file")
         self.vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
@@ -392,6 +402,7 @@ class LlamaPeer:
 
 PEERS: dict[str, Callable[[], Peer]] = {
     "quire": QuirePeer,
+    "quire-expanded": ExpandingPeer,
     "transformers": TransformersWorker,
     "llama.cpp": LlamaPeer,
     "vllm": VllmPeer,

@@ -48,6 +48,7 @@ from quire.executor.executor import Executor
 from quire.kv.rules import verbs_of
 from quire.models.catalogue import resolve_adapter
 from quire.models.families import LoadedModel
+from quire.models.fingerprint import kept_formats
 from quire.sessions import blend_calibration, prompt_runs
 from quire.sessions import history as session_history
 from quire.sessions.durable import KeptSessions
@@ -608,7 +609,8 @@ class LLM:
 
     def status(self) -> dict[str, Any]:
         """Return counts of requests, pages (of all pools; see ``PageUse``), sequences, adapters;
-        and the formats of the weights in their files. "executor" counts the calls on ``executor``;
+        and the formats of the weights in their files, and those of them that kernels multiply as
+        they are. "executor" counts the calls on ``executor``;
         None until it is first used. ``metrics`` counts what the engine runs itself."""
         self._requests.require_open("status")
         use = self._engine.page_use()
@@ -621,6 +623,7 @@ class LLM:
             "num_sequences": len(self._engine.runner.state.sequence_ids()),
             "num_adapters": len(self._adapters.infos()),
             "weight_formats": [*self.model.formats],
+            "weight_formats_kept": kept_formats(self.model),
             "executor": None if self._executor is None else self._executor.status(),
         }
 

@@ -13,13 +13,28 @@ from quire.base.errors import CheckpointError
 from quire.contracts.linear import BlockRows
 from quire.kernels.linear.cpu_linear import EMULATED, NativeLinear, NativeMap, native_linear
 from quire.kernels.native_library import native_library
-from quire.weights.block_panels import KINDS, block_rows_of, pack_blocks
+from quire.weights.block_panels import KINDS, block_rows_of
 from quire.weights.gguf_blocks import BLOCKS, SIZES
 from quire.weights.packed import unpack
 
 best = native_linear()
 pytestmark = pytest.mark.skipif(best is None, reason="the C++ library was not built")
+PAIRS = 3
+"""Lowest level with products of bfloat16 pairs."""
 LEVELS = (*range(0 if best is None else best.level + 1), EMULATED)
+
+
+SCALES = {
+    "Q4_1": (0, 2),
+    "Q5_1": (0, 2),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+    "MXFP4": (),
+}
+"""Where the float16 numbers of a block stand, if not at 0 only."""
 
 
 def rows_of_blocks(kind: str, rows: int, inputs: int, seed: int = 0) -> BlockRows:
@@ -27,8 +42,11 @@ def rows_of_blocks(kind: str, rows: int, inputs: int, seed: int = 0) -> BlockRow
     numbers, size = SIZES[kind]
     generator = np.random.default_rng(seed)
     raw = generator.integers(0, 256, (rows * inputs // numbers, size), dtype=np.uint8)
-    places = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}.get(kind, (0,))
-    for place in places:
+    if kind == "MXFP4":
+        raw[:, 0] = generator.integers(100, 130, len(raw))
+        raw[:8, 0] = range(8)
+        raw[8, 0] = 200
+    for place in SCALES.get(kind, (0,)):
         scales = (generator.standard_normal(len(raw)) * 10.0 ** generator.uniform(-6, -2, len(raw))).astype(np.float16)
         scales[0] = 0
         raw[:, place : place + 2] = scales.view(np.uint8).reshape(-1, 2)
@@ -60,7 +78,7 @@ def made(
 def test_panels_hold_the_values(kind: str, rows: int) -> None:
     parts = [rows_of_blocks(kind, rows, 768)]
     wanted = values_of(parts, 768)
-    packed = pack_blocks(parts, 768)
+    packed = made(parts, 768, torch.float32).weights
     assert torch.equal(unpack(packed), wanted)
     some = torch.tensor([0, rows - 1, 5, 5, 31])
     assert torch.equal(block_rows_of(packed, some), wanted[some])
@@ -69,15 +87,15 @@ def test_panels_hold_the_values(kind: str, rows: int) -> None:
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("outputs", "inputs"), [(96, 256), (70, 2048)])
+@pytest.mark.parametrize(("outputs", "inputs"), [(96, 256), (70, 1792)])
 def test_products_are_those_of_the_expanded_weights(kind: str, level: int, outputs: int, inputs: int) -> None:
-    """To the bit: the same weights, summed in the same order."""
+    """To the bit: the same weights, summed in the same order, also with a short last block."""
     parts = [rows_of_blocks(kind, outputs, inputs)]
     wide = values_of(parts, inputs)
     bias = torch.randn(outputs)
     multiply = made(parts, inputs, torch.float32, bias, level)
     expanded = kernel(level).pack(wide, bias, "float32")
-    for rows in (1, 2, 3, 5, 6, 7, 16, 40, 300):
+    for rows in (1, 2, 3, 5, 7, 8, 9, 16, 17, 40, 300):
         x = torch.randn(rows, inputs)
         found = multiply(x)
         assert torch.equal(found, expanded(x)), rows
@@ -100,11 +118,29 @@ def test_rows_do_not_know_their_batch(kind: str) -> None:
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_bfloat16_rows_meet_the_same_weights(level: int) -> None:
+    """Without products of bfloat16, float32 weights; with them, weights rounded to bfloat16."""
     parts = [rows_of_blocks("Q5_0", 64, 896)]
     x = torch.randn(9, 896).bfloat16()
-    wide = made(parts, 896, torch.float32, level=level)(x.float())
-    assert torch.equal(made(parts, 896, torch.bfloat16, level=level)(x), wide.bfloat16())
-    assert torch.equal(made(parts, 896, torch.bfloat16, level=level)(x[:1]), wide[:1].bfloat16())
+    if level < PAIRS:
+        wanted = made(parts, 896, torch.float32, level=level)(x.float()).bfloat16()
+    else:
+        wanted = kernel(level).pack(values_of(parts, 896).bfloat16(), None, "bfloat16")(x)
+    multiply = made(parts, 896, torch.bfloat16, level=level)
+    assert torch.equal(multiply(x), wanted)
+    assert torch.equal(multiply(x[:1]), wanted[:1])
+
+
+@pytest.mark.parametrize("level", [level for level in LEVELS if level >= PAIRS])
+@pytest.mark.parametrize("kind", KINDS)
+def test_pairs_are_those_of_the_rounded_weights(kind: str, level: int) -> None:
+    """To the bit, by instructions for products of bfloat16, or emulated tiles."""
+    parts = [rows_of_blocks(kind, 40, 768)]
+    bias = torch.randn(40)
+    multiply = made(parts, 768, torch.bfloat16, bias, level)
+    expanded = kernel(level).pack(values_of(parts, 768).bfloat16(), bias, "bfloat16")
+    for rows in (1, 7, 16, 33, 70):
+        x = torch.randn(rows, 768).bfloat16()
+        assert torch.equal(multiply(x), expanded(x)), rows
 
 
 def test_parts_of_several_formats_are_one_map() -> None:
@@ -127,13 +163,16 @@ def test_what_is_not_kept() -> None:
     four, eight = rows_of_blocks("Q4_0", 40, 64), rows_of_blocks("Q8_0", 32, 64)
     assert kernel().pack_blocks([four, eight], 64, None, torch.float32) is None
     assert kernel().pack_blocks([eight], 64, None, torch.float16) is None
-    other = BlockRows("x", "Q4_1", torch.zeros(32, 40, dtype=torch.uint8))
+    other = BlockRows("x", "NVFP4", torch.zeros(32, 36, dtype=torch.uint8))
     assert kernel().pack_blocks([other], 64, None, torch.float32) is None
 
 
-@pytest.mark.parametrize(("kind", "place"), [("Q8_0", 0), ("Q4_K", 2), ("Q6_K", 208)])
+@pytest.mark.parametrize(
+    ("kind", "place"), [("Q8_0", 0), ("Q5_1", 2), ("Q3_K", 108), ("Q4_K", 2), ("Q6_K", 208), ("MXFP4", 0)]
+)
 def test_scales_that_are_no_numbers_are_refused(kind: str, place: int) -> None:
     part = rows_of_blocks(kind, 32, 256)
-    part.rows_RB[3, place : place + 2] = torch.tensor([0, 0x7C], dtype=torch.uint8)
+    bad = [0, 0x7C] if kind != "MXFP4" else [253, 0x77]
+    part.rows_RB[3, place : place + 2] = torch.tensor(bad, dtype=torch.uint8)
     with pytest.raises(CheckpointError, match=r"x has a scale in .* that is not finite"):
-        pack_blocks([part], 256)
+        kernel().pack_blocks([part], 256, None, torch.float32)

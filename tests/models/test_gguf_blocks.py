@@ -17,6 +17,7 @@ from quire import LLM, SamplingParams
 from quire.kernels.native_library import native_problem
 from quire.models.decoder import Decoder
 from quire.models.fingerprint import kept_formats, model_fingerprint
+from quire.nn.experts import MixtureOfExperts
 from quire.nn.packed import KernelLinear
 from quire.weights.late_parameters import LateParameters
 
@@ -37,11 +38,13 @@ KINDS = {
     "attn_q": "Q5_0",
     "attn_k": "Q4_0",
     "attn_v": "Q8_0",
-    "ffn_gate": "Q4_1",
+    "attn_output": "Q4_1",
+    "ffn_gate.": "F16",
+    "ffn_up.": "Q5_1",
     "token_embd": "Q5_0",
     "output.weight": "Q8_0",
 }
-"""Of one matrix in three formats; with one that has no product (``ffn_gate``); Q4_0 otherwise."""
+"""Of one matrix in three formats; beside one that is not in blocks (``ffn_up``); Q4_0 otherwise."""
 CASES = (
     Case("blocks-untied", "Llama", SIZES),
     Case("blocks-tied", "Qwen2", {**SIZES, "tie_word_embeddings": True}),
@@ -115,25 +118,54 @@ def write_adapter(path: Path) -> Path:
     return path
 
 
-def test_a_kept_model_is_the_expanded_one(file: Path, expanding: pytest.MonkeyPatch) -> None:
+def test_a_kept_model_is_the_expanded_one(
+    file: Path, expanding: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """To the bit, in every batch."""
+    caplog.set_level("INFO", logger="quire")
     with loaded(file) as llm:
         wanted, plain = in_every_batch(llm), model_fingerprint(file, llm.model)
         size, nothing = llm.model.parameter_bytes, kept_formats(llm.model)
         table = decoder(llm).embedding.plain_weight()
     expanding.undo()
+    caplog.clear()
     with loaded(file) as llm:
+        assert "Q5_1 0.3 MiB is expanded to float32" in caplog.text
         assert in_every_batch(llm) == wanted
         assert torch.equal(decoder(llm).embedding.plain_weight(), table)
         found, kept = model_fingerprint(file, llm.model), kept_formats(llm.model)
-        assert set(kept) >= {"Q4_0", "Q5_0"}
-        assert "Q4_1" in llm.model.expanded
+        assert set(kept) == {"Q4_0", "Q4_1", "Q5_0", "Q8_0"}
+        assert llm.status()["weight_formats_kept"] == kept
+        assert list(llm.model.expanded) == ["Q5_1"]
         assert llm.model.parameter_bytes < size * 0.6
         head = decoder(llm).lm_head
         assert isinstance(head, KernelLinear)
         assert head.map.weights.form == "blocks"
     assert nothing == []
     assert found.weights == f"{plain.weights}-blocks:{'+'.join(sorted(kept))}"
+
+
+def test_experts(expanding: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each of a stack, whose gate and up are two tensors in two formats."""
+    moe = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "norm_topk_prob": True}
+    kinds = {**KINDS, "gate_exps": "Q5_0", "up_exps": "Q4_1", "gate_inp": "F32"}
+    made = make_checkpoint(Case("blocks-experts", "Qwen3Moe", {**SIZES, **moe}), tmp_path / "model")
+    file = write_gguf(made.path, tmp_path / "model.gguf", "Q4_0", kinds=kinds)
+    found = []
+    for is_kept in (False, True):
+        with loaded(file) as llm:
+            found.append(logprobs(llm))
+            block: Any = decoder(llm).blocks[0]
+            layer: MixtureOfExperts = block.mlp
+            for maps, formats in ((layer.experts.gate_up.maps, ["Q5_0", "Q4_1"]), (layer.experts.down.maps, ["Q4_0"])):
+                assert len(maps) == 6
+                for one in maps:
+                    assert isinstance(one, KernelLinear)
+                    assert [kind for kind, _ in one.map.weights.kinds] == (formats if is_kept else [])
+            if is_kept:
+                assert llm.model.expanded == {}
+        expanding.undo()
+    assert found[0] == found[1]
 
 
 def test_quantisation_is_of_the_expanded_weights(file: Path) -> None:

@@ -172,6 +172,7 @@ def test_models(served: Served) -> None:
         "parent": None,
         "max_model_len": 4096,
         "weight_formats": ["BF16"],
+        "weight_formats_kept": [],
     }
     assert served.client.get("/v1/models/tiny-python").json()["id"] == "tiny-python"
     for name in ("tiny", "tiny-python/x", "a/b", "%00", "é"):

@@ -133,8 +133,9 @@ def _weights() -> Finding:
 
     return Finding(
         "weights",
-        f"safetensors and GGUF files in {', '.join((*DTYPES, *BLOCKS))}; on a CPU, {', '.join(KINDS)} are multiplied "
-        "as they are, all others but the first three are expanded at load; safetensors quantised by "
+        f"safetensors and GGUF files in {', '.join((*DTYPES, *BLOCKS))}; on a CPU with the C++ library, "
+        f"{', '.join(KINDS)} are multiplied as they are; all others but the first three are expanded at load; "
+        "safetensors quantised by "
         f"{', '.join((*sorted(METHODS), *OWN))}; of these, int4 and int8 without zeros are multiplied as they are on a CPU",
     )
 

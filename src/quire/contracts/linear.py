@@ -51,6 +51,9 @@ class BlockRows:
     """The format, by its name in GGUF."""
     rows_RB: Tensor
     """uint8 ``[R, bytes of a row]``"""
+    is_mapped: bool = False
+    """Whether the rows are a part of a file's map, so that their pages may be dropped once they are
+    packed."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -141,7 +141,7 @@ def _halves(blocks: Tensor, start: int) -> Tensor:
     return blocks[:, start : start + 2].contiguous().view(torch.float16).float()
 
 
-def some_bits(packed: Tensor, *shifts: int, mask: int) -> Tensor:
+def _bits(packed: Tensor, *shifts: int, mask: int) -> Tensor:
     """Return ``[..., len(shifts), B]`` of ``[..., B]``: the bits at each shift. Eight bytes are
     shifted at a time, or four."""
     wide = torch.int64 if packed.shape[-1] % 8 == 0 else torch.int32
@@ -149,17 +149,17 @@ def some_bits(packed: Tensor, *shifts: int, mask: int) -> Tensor:
     return torch.stack([words >> shift & lanes for shift in shifts], -2).view(torch.uint8)
 
 
-def joined(low: Tensor, high: Tensor) -> Tensor:
+def _joined(low: Tensor, high: Tensor) -> Tensor:
     """Return codes of their low four bits and the bits above, of the same shape."""
     return (low.view(torch.int64) | high.view(torch.int64) << 4).view(torch.uint8)
 
 
-def nibbles(blocks: Tensor, start: int) -> Tensor:
+def _nibbles(blocks: Tensor, start: int) -> Tensor:
     """Return ``[N, 32]``: 16 low halves of bytes, then 16 high ones."""
-    return some_bits(blocks[:, start : start + 16], 0, 4, mask=15).flatten(1)
+    return _bits(blocks[:, start : start + 16], 0, 4, mask=15).flatten(1)
 
 
-def fifth_bits(blocks: Tensor, start: int) -> Tensor:
+def _fifth_bits(blocks: Tensor, start: int) -> Tensor:
     """Return ``[N, 32]``: the bits of four bytes, the lowest first."""
     eight = torch.arange(256, dtype=torch.uint8).unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8) & 1
     table = eight.view(torch.int64).squeeze(-1).to(blocks.device)
@@ -168,20 +168,20 @@ def fifth_bits(blocks: Tensor, start: int) -> Tensor:
 
 
 def _q4_0(blocks: Tensor) -> Tensor:
-    return nibbles(blocks, 2).float().sub_(8).mul_(_halves(blocks, 0))
+    return _nibbles(blocks, 2).float().sub_(8).mul_(_halves(blocks, 0))
 
 
 def _q4_1(blocks: Tensor) -> Tensor:
-    return nibbles(blocks, 4).float().mul_(_halves(blocks, 0)).add_(_halves(blocks, 2))
+    return _nibbles(blocks, 4).float().mul_(_halves(blocks, 0)).add_(_halves(blocks, 2))
 
 
 def _q5_0(blocks: Tensor) -> Tensor:
-    codes = joined(nibbles(blocks, 6), fifth_bits(blocks, 2))
+    codes = _joined(_nibbles(blocks, 6), _fifth_bits(blocks, 2))
     return codes.float().sub_(16).mul_(_halves(blocks, 0))
 
 
 def _q5_1(blocks: Tensor) -> Tensor:
-    codes = joined(nibbles(blocks, 8), fifth_bits(blocks, 4))
+    codes = _joined(_nibbles(blocks, 8), _fifth_bits(blocks, 4))
     return codes.float().mul_(_halves(blocks, 0)).add_(_halves(blocks, 2))
 
 
@@ -193,53 +193,47 @@ def _q2_k(blocks: Tensor) -> Tensor:
     scales = blocks[:, :16]
     steps = _halves(blocks, 80) * (scales & 15).float()
     minima = _halves(blocks, 82) * (scales >> 4).float()
-    codes = some_bits(blocks[:, 16:80].reshape(-1, 2, 32), 0, 2, 4, 6, mask=3).view(-1, 16, 16)
+    codes = _bits(blocks[:, 16:80].reshape(-1, 2, 32), 0, 2, 4, 6, mask=3).view(-1, 16, 16)
     return codes.float().mul_(steps.unsqueeze(-1)).sub_(minima.unsqueeze(-1)).flatten(1)
 
 
 def _q3_k(blocks: Tensor) -> Tensor:
-    low = some_bits(blocks[:, 96:104], 0, 4, mask=15).view(-1, 16)
-    high = some_bits(blocks[:, 104:108], 0, 2, 4, 6, mask=3).view(-1, 16)
-    steps = _halves(blocks, 108) * (joined(low, high).float() - 32)
-    codes = some_bits(blocks[:, 32:96].reshape(-1, 2, 32), 0, 2, 4, 6, mask=3).view(-1, 256)
+    low = _bits(blocks[:, 96:104], 0, 4, mask=15).view(-1, 16)
+    high = _bits(blocks[:, 104:108], 0, 2, 4, 6, mask=3).view(-1, 16)
+    steps = _halves(blocks, 108) * (_joined(low, high).float() - 32)
+    codes = _bits(blocks[:, 32:96].reshape(-1, 2, 32), 0, 2, 4, 6, mask=3).view(-1, 256)
     # A third bit that is not set stands for -4.
-    above = some_bits(blocks[:, :32], *range(8), mask=1).view(-1, 256)
+    above = _bits(blocks[:, :32], *range(8), mask=1).view(-1, 256)
     return (codes | above << 2).float().sub_(4).view(-1, 16, 16).mul_(steps.unsqueeze(-1)).flatten(1)
-
-
-def six_bits(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return uint8 ``[N, 8]``: the scales and the minima of ``Q4_K`` and ``Q5_K``."""
-    first, second, rest = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
-    steps = torch.cat((first & 63, rest & 15 | first >> 2 & 48), -1)
-    minima = torch.cat((second & 63, rest >> 4 | second >> 2 & 48), -1)
-    return steps, minima
 
 
 def _scales_of_six_bits(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Return float32 ``[N, 8, 1]`` of the steps and of the minima of ``Q4_K`` and ``Q5_K``."""
-    steps, minima = six_bits(blocks)
+    first, second, rest = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    steps = torch.cat((first & 63, rest & 15 | first >> 2 & 48), -1)
+    minima = torch.cat((second & 63, rest >> 4 | second >> 2 & 48), -1)
     scaled = steps.float() * _halves(blocks, 0), minima.float() * _halves(blocks, 2)
     return scaled[0].unsqueeze(-1), scaled[1].unsqueeze(-1)
 
 
 def _q4_k(blocks: Tensor) -> Tensor:
     steps, minima = _scales_of_six_bits(blocks)
-    codes = some_bits(blocks[:, 16:].reshape(-1, 4, 32), 0, 4, mask=15).view(-1, 8, 32)
+    codes = _bits(blocks[:, 16:].reshape(-1, 4, 32), 0, 4, mask=15).view(-1, 8, 32)
     return codes.float().mul_(steps).sub_(minima).flatten(1)
 
 
 def _q5_k(blocks: Tensor) -> Tensor:
     steps, minima = _scales_of_six_bits(blocks)
-    low = some_bits(blocks[:, 48:].reshape(-1, 4, 32), 0, 4, mask=15).view(-1, 8, 32)
-    codes = joined(low, some_bits(blocks[:, 16:48], *range(8), mask=1))
+    low = _bits(blocks[:, 48:].reshape(-1, 4, 32), 0, 4, mask=15).view(-1, 8, 32)
+    codes = _joined(low, _bits(blocks[:, 16:48], *range(8), mask=1))
     return codes.float().mul_(steps).sub_(minima).flatten(1)
 
 
 def _q6_k(blocks: Tensor) -> Tensor:
-    low = some_bits(blocks[:, :128].reshape(-1, 2, 64), 0, 4, mask=15).view(-1, 16, 16)
-    high = some_bits(blocks[:, 128:192].reshape(-1, 2, 32), 0, 2, 4, 6, mask=3).view(-1, 16, 16)
+    low = _bits(blocks[:, :128].reshape(-1, 2, 64), 0, 4, mask=15).view(-1, 16, 16)
+    high = _bits(blocks[:, 128:192].reshape(-1, 2, 32), 0, 2, 4, 6, mask=3).view(-1, 16, 16)
     steps = _halves(blocks, 208) * blocks[:, 192:208].view(torch.int8).float()
-    return joined(low, high).float().sub_(32).mul_(steps.unsqueeze(-1)).flatten(1)
+    return _joined(low, high).float().sub_(32).mul_(steps.unsqueeze(-1)).flatten(1)
 
 
 def _looked_up(codes: Tensor, values: tuple[int, ...]) -> Tensor:
@@ -252,21 +246,21 @@ def _powers(exponents: Tensor) -> Tensor:
 
 
 def _iq4_nl(blocks: Tensor) -> Tensor:
-    return _looked_up(nibbles(blocks, 2), IQ4_VALUES).mul_(_halves(blocks, 0))
+    return _looked_up(_nibbles(blocks, 2), IQ4_VALUES).mul_(_halves(blocks, 0))
 
 
 def _iq4_xs(blocks: Tensor) -> Tensor:
     low = torch.stack((blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4), -1).flatten(1)
     shift = torch.tensor((0, 2, 4, 6), dtype=torch.uint8, device=blocks.device)
     high = (blocks[:, 2:4].unsqueeze(-1) >> shift & 3).flatten(1)
-    steps = _halves(blocks, 0) * (joined(low, high).float() - 32)
-    codes = some_bits(blocks[:, 8:].reshape(-1, 8, 16), 0, 4, mask=15).view(-1, 8, 32)
+    steps = _halves(blocks, 0) * (_joined(low, high).float() - 32)
+    codes = _bits(blocks[:, 8:].reshape(-1, 8, 16), 0, 4, mask=15).view(-1, 8, 32)
     return _looked_up(codes, IQ4_VALUES).mul_(steps.unsqueeze(-1)).flatten(1)
 
 
 def _mxfp4(blocks: Tensor) -> Tensor:
     # The scale is 2 ** (byte - 127), and the table has twice the values.
-    return _powers(blocks[:, :1].int() - 128) * _looked_up(nibbles(blocks, 1), FP4_VALUES)
+    return _powers(blocks[:, :1].int() - 128) * _looked_up(_nibbles(blocks, 1), FP4_VALUES)
 
 
 def _nvfp4(blocks: Tensor) -> Tensor:
@@ -275,7 +269,7 @@ def _nvfp4(blocks: Tensor) -> Tensor:
     small, usual = mantissa * 2.0**-9, (1 + mantissa / 8) * _powers(exponent.int() - 7)
     step = torch.where(exponent == 0, small, usual) * 0.5
     step = torch.where((scales == 0) | (scales == 0x7F), 0.0, step).unsqueeze(-1)
-    codes = some_bits(blocks[:, 4:].reshape(-1, 4, 8), 0, 4, mask=15).reshape(-1, 4, 16)
+    codes = _bits(blocks[:, 4:].reshape(-1, 4, 8), 0, 4, mask=15).reshape(-1, 4, 16)
     return (step * _looked_up(codes, FP4_VALUES)).flatten(1)
 
 

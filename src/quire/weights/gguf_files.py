@@ -76,6 +76,12 @@ class GgufFiles:
             return origin.change(*map(self._raw, origin.tensors))
         return origin.change(*map(self._expanded, origin.tensors))
 
+    def is_mapped(self, tensor: Tensor) -> bool:
+        """Return True if a tensor that was read is a part of a map itself, not a copy."""
+        return any(
+            tensor.untyped_storage().data_ptr() == one.untyped_storage().data_ptr() for one in self._maps.values()
+        )
+
     def slices(self) -> dict[str, Any]:
         """See ``WeightSource``. ``transformers`` runs no GGUF file."""
         raise Unsupported(f"{self.path}: a GGUF file runs in Quire's own architectures only")

@@ -21,6 +21,7 @@ from quire.contracts.linear import BlockRows, CodeRows
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.floats import Floats
 from quire.weights.gguf_blocks import GgufBlocks
+from quire.weights.gguf_files import GgufFiles
 from quire.weights.integer_codes import IntegerCodes
 from quire.weights.places import Place, parameter_dtypes, parameter_shapes
 
@@ -53,6 +54,7 @@ class LateParameters(Mapping[str, Tensor]):
         self._unread = set(shapes)
         self._late: dict[int, _Late] = {}
         self._scratch, self._inside = torch.empty(0, dtype=torch.uint8), ""
+        self._read_last = "", self._scratch
         self._counted: set[str] = set()
         self._filled: set[str] = set()
 
@@ -91,22 +93,35 @@ class LateParameters(Mapping[str, Tensor]):
         return values.as_strided(weight.shape, weight.stride(), values.storage_offset() + weight.storage_offset())
 
     def stored(self, weight: Tensor) -> list[BlockRows] | list[CodeRows]:
-        """Return the rows of ``weight``, a whole matrix, in the blocks of its file, or those of any
-        matrix as codes; empty if it has other formats."""
+        """Return the rows of ``weight``, a matrix or one of a stack, in the blocks of its file, or
+        as codes; empty if it has other formats."""
         late = self._late.get(weight.untyped_storage().data_ptr())
         if late is not None and late.name in self._unread and (codes := self._codes(late, weight)):
             return codes
-        if late is None or late.name not in self._unread or tuple(weight.shape) != late.shape or len(late.shape) != 2:
+        if late is None or late.name not in self._unread or weight.ndim != 2 or not weight.is_contiguous():
             return []
-        places = sorted(self._tensors[late.name].items(), key=lambda item: item[1].row)
-        if not all(isinstance(place.format, GgufBlocks) for _, place in places):
+        if (inputs := weight.shape[1]) != late.shape[-1]:
             return []
+        first = weight.storage_offset() // inputs
+        found: list[tuple[str, GgufBlocks, slice]] = []
+        for name, place in sorted(self._tensors[late.name].items(), key=lambda item: item[1].row):
+            start = place.row * math.prod(place.shape[1:-1])
+            part = slice(max(first - start, 0), min(first + len(weight) - start, math.prod(place.shape[:-1])))
+            if part.start >= part.stop:
+                continue
+            if not isinstance(place.format, GgufBlocks):
+                return []
+            found.append((name, place.format, part))
         self._count(late.name)
+        return [self._rows(name, form.name, part) for name, form, part in found]
+
+    def _rows(self, name: str, kind: str, part: slice) -> BlockRows:
         source = self._checkpoint.source
-        return [
-            BlockRows(f"{source.tensors[name].file}: {name}", place.format.name, source.read(name))
-            for name, place in places
-        ]
+        if self._read_last[0] != name:  # the next matrix of a stack is in the same tensor
+            self._read_last = name, source.read(name)
+        rows_RB = self._read_last[1].flatten(0, -2)
+        is_mapped = isinstance(source, GgufFiles) and source.is_mapped(rows_RB)
+        return BlockRows(f"{source.tensors[name].file}: {name}", kind, rows_RB[part], is_mapped)
 
     def _codes(self, late: _Late, weight: Tensor) -> list[CodeRows]:
         """Return the rows of a matrix, which may be a part of a parameter such as an expert."""
@@ -143,6 +158,7 @@ class LateParameters(Mapping[str, Tensor]):
     def settle(self) -> None:
         """Read the late parameters that are still in use into their own memory."""
         self._scratch, self._inside = torch.empty(0, dtype=torch.uint8), ""
+        self._read_last = "", self._scratch
         for late in self._late.values():
             if late.name in self._unread and (memory := late.memory()) is not None:
                 self._fill(late.name, torch.from_numpy(memory).view(late.dtype).view(late.shape))

@@ -13,12 +13,16 @@
 // Scales: [panels][I / group][32] bfloat16.
 //
 // BLOCKS keeps codes and scales of GGUF files. Maps that share a matrix may differ in kind: each is a part, of whole panels but for
-// the last. A group is 32 inputs: its codes, its high bits, its scales. Kinds with a K have eight groups behind a head.
+// the last. A group is 32 inputs: its codes, the high bits of these, its scales. BLOCK_SHAPES has their sizes. Kinds with units have
+// eight groups behind a head.
 //
-//   codes      [4][32] words of 32 bits: input 8j + i of an output from bit 4i of word j on; Q8_0 [32][32] bytes, two's complement
-//   high bits  Q5_0, Q5_K: [32] words, input i at bit i; Q6_K: [2][32] words, input 16j + i from bit 2i of word j on
-//   scales     [32] float16; Q4_K, Q5_K: [32] bytes of scales and [32] of minima; Q6_K: [2][32] signed bytes, of 16 inputs each
-//   head       [32] float16, which the scales are multiples of; Q4_K, Q5_K: the same of the minima behind it
+//   codes      words of 32 bits, [4][32] of 4 bits: input 8j + i of an output from bit 4i of word j on; [2][32] of 2 bits: input
+//              16j + i from bit 2i of word j on; Q8_0 [32][32] bytes, two's complement
+//   high bits  words; [32] of one bit: input i at bit i; [2][32] of two: input 16j + i from bit 2i of word j on
+//   scales     [32] float16, of kinds with minima [2][32], the second added; MXFP4 [32] bytes, of 2^(byte - 128). With units: Q4_K, Q5_K
+//              [32] bytes of scales and [32] of minima; IQ4_XS [32] signed bytes; Q3_K, Q6_K [2][32] of them, of 16 inputs each; Q2_K
+//              [2][32] bytes of both, the minimum in the upper half
+//   head       [32] float16, which the scales are multiples of; of kinds with minima the same of these, which are subtracted, behind it
 
 #pragma once
 
@@ -36,8 +40,11 @@ constexpr int PANEL = 32;
 constexpr int MOST_RANGES = 32;
 // What comes so many bytes later is fetched before it is needed.
 constexpr int AHEAD = 4096;
+// Whether weights of BLOCKS are rounded to bfloat16 where there are instructions for its products and activations are bfloat16, too.
+constexpr bool BLOCKS_IN_PAIRS = true;
 enum Form { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, INT4 = 3, BLOCKS = 4 };
-enum Kind { Q4_0 = 0, Q5_0 = 1, Q8_0 = 2, Q4_K = 3, Q5_K = 4, Q6_K = 5 };
+// In the order of KINDS in quire/weights/block_panels.py.
+enum Kind { Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, MXFP4 };
 
 }  // namespace
 
@@ -109,23 +116,45 @@ INLINE int64_t panel_bytes(const Linear& map) {
     return map.inputs * bytes[map.form];
 }
 
-// Bytes of a group's codes and high bits, of the group, and of the head before eight groups.
-template <int KIND>
-struct Layout {
-    static constexpr bool HAS_HEAD = KIND >= Q4_K, HAS_MINIMA = KIND == Q4_K || KIND == Q5_K;
-    static constexpr int64_t CODES = KIND == Q8_0 ? 1024 : 512, HIGH = KIND == Q5_0 || KIND == Q5_K ? 128 : KIND == Q6_K ? 256 : 0;
-    static constexpr int64_t GROUP = CODES + HIGH + 64, HEAD = HAS_MINIMA ? 128 : HAS_HEAD ? 64 : 0;
-    static __attribute__((always_inline)) const uint8_t* head(const uint8_t* panel, int64_t group) { return panel + group / 8 * (HEAD + 8 * GROUP); }
-    static __attribute__((always_inline)) const uint8_t* group(const uint8_t* panel, int64_t group) {
-        return HAS_HEAD ? head(panel, group) + HEAD + group % 8 * GROUP : panel + group * GROUP;
-    }
-};
-
 constexpr int BLOCK_GROUP = 32;
 
-template <int KIND>
-INLINE int64_t block_panel_bytes(int64_t inputs) {
-    return inputs / BLOCK_GROUP * Layout<KIND>::GROUP + inputs / (8 * BLOCK_GROUP) * Layout<KIND>::HEAD;
+// How a kind of blocks lies in a panel, and what its codes stand for.
+struct BlockShape {
+    int low, high;     // bits of a code in words, and above
+    int scale, units;  // bytes of a group's scales for an output; float16 numbers of a head for an output
+    bool has_minima, is_halved;  // is_halved: a scale is of 16 inputs
+    int offset;                  // is subtracted from a code
+    constexpr int64_t codes_size() const { return PANEL * BLOCK_GROUP / 8 * low; }
+    constexpr int64_t high_size() const { return PANEL * BLOCK_GROUP / 8 * high; }
+    constexpr int64_t group_size() const { return codes_size() + high_size() + PANEL * scale; }
+    constexpr int64_t head_size() const { return 2 * PANEL * units; }
+    constexpr int64_t head(int64_t group) const { return units ? group / 8 * (head_size() + 8 * group_size()) : 0; }
+    constexpr int64_t group(int64_t group) const { return group * group_size() + (units ? (group / 8 + 1) * head_size() : 0); }
+    constexpr int64_t panel_size(int64_t inputs) const { return inputs / BLOCK_GROUP * group_size() + inputs / (8 * BLOCK_GROUP) * head_size(); }
+};
+
+constexpr BlockShape BLOCK_SHAPES[] = {
+    {4, 0, 2, 0, false, false, 8},   // Q4_0
+    {4, 0, 4, 0, true, false, 0},    // Q4_1
+    {4, 1, 2, 0, false, false, 16},  // Q5_0
+    {4, 1, 4, 0, true, false, 0},    // Q5_1
+    {8, 0, 2, 0, false, false, 0},   // Q8_0
+    {2, 0, 2, 2, true, true, 0},     // Q2_K
+    {2, 1, 2, 1, false, true, 4},    // Q3_K
+    {4, 0, 2, 2, true, false, 0},    // Q4_K
+    {4, 1, 2, 2, true, false, 0},    // Q5_K
+    {4, 2, 2, 1, false, true, 32},   // Q6_K
+    {4, 0, 2, 0, false, false, 0},   // IQ4_NL
+    {4, 0, 1, 1, false, false, 0},   // IQ4_XS
+    {4, 0, 1, 0, false, false, 0},   // MXFP4
+};
+
+constexpr float IQ4_NUMBERS[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+constexpr float FP4_NUMBERS[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+
+// What a code stands for, before its scale.
+constexpr float block_number(int64_t kind, int code) {
+    return kind == IQ4_NL || kind == IQ4_XS ? IQ4_NUMBERS[code] : kind == MXFP4 ? FP4_NUMBERS[code] : (float)(code - BLOCK_SHAPES[kind].offset);
 }
 
 INLINE const BlockPart& block_part(const Linear& map, int64_t panel) {
@@ -137,9 +166,7 @@ INLINE const BlockPart& block_part(const Linear& map, int64_t panel) {
 INLINE const uint8_t* panel_place(const Linear& map, int64_t panel) {
     if (map.form != BLOCKS) return (const uint8_t*)map.weights + panel * panel_bytes(map);
     const BlockPart& part = block_part(map, panel);
-    const int64_t bytes[6] = {block_panel_bytes<Q4_0>(map.inputs), block_panel_bytes<Q5_0>(map.inputs), block_panel_bytes<Q8_0>(map.inputs),
-                              block_panel_bytes<Q4_K>(map.inputs), block_panel_bytes<Q5_K>(map.inputs), block_panel_bytes<Q6_K>(map.inputs)};
-    return (const uint8_t*)map.weights + part.start + (panel - part.first_panel) * bytes[part.kind];
+    return (const uint8_t*)map.weights + part.start + (panel - part.first_panel) * BLOCK_SHAPES[part.kind].panel_size(map.inputs);
 }
 
 INLINE float half_one(const uint8_t* from) {
@@ -149,33 +176,37 @@ INLINE float half_one(const uint8_t* from) {
     return half & 0x8000 ? -found : found;
 }
 
-template <int KIND>
-INLINE float block_value_of(const uint8_t* panel, int64_t input, int64_t output) {
-    using L = Layout<KIND>;
-    const int64_t group = input / BLOCK_GROUP, i = input % BLOCK_GROUP;
-    const uint8_t *codes = L::group(panel, group), *high = codes + L::CODES, *scales = high + L::HIGH, *head = L::head(panel, group);
-    if (KIND == Q8_0) return (float)(int8_t)codes[i * PANEL + output] * half_one(scales + 2 * output);
-    int code = loaded<uint32_t>(codes + 4 * (i / 8 * PANEL + output)) >> 4 * (i % 8) & 15;
-    if (KIND == Q6_K)
-        code += (loaded<uint32_t>(high + 4 * (i / 16 * PANEL + output)) >> 2 * (i % 16) & 3) * 16 - 32;
-    else if (L::HIGH)
-        code += (loaded<uint32_t>(high + 4 * output) >> i & 1) * 16;
-    if (!L::HAS_HEAD) return (float)(code - (KIND == Q4_0 ? 8 : 16)) * half_one(scales + 2 * output);
-    const float unit = half_one(head + 2 * output);
-    if (!L::HAS_MINIMA) return (float)code * (unit * (float)(int8_t)scales[i / 16 * PANEL + output]);
-    return (float)code * (unit * (float)scales[output]) - half_one(head + 2 * PANEL + 2 * output) * (float)scales[PANEL + output];
+// 2^(byte - 128)
+INLINE float power_one(uint32_t byte) {
+    const uint32_t bits = byte < 2 ? 0x200000u << byte : (byte - 1) << 23;
+    return loaded<float>(&bits);
 }
 
 // A weight of BLOCKS in a panel.
 INLINE float block_value(int64_t kind, const uint8_t* panel, int64_t input, int64_t output) {
-    switch (kind) {
-        case Q4_0: return block_value_of<Q4_0>(panel, input, output);
-        case Q5_0: return block_value_of<Q5_0>(panel, input, output);
-        case Q8_0: return block_value_of<Q8_0>(panel, input, output);
-        case Q4_K: return block_value_of<Q4_K>(panel, input, output);
-        case Q5_K: return block_value_of<Q5_K>(panel, input, output);
-        default: return block_value_of<Q6_K>(panel, input, output);
+    const BlockShape& shape = BLOCK_SHAPES[kind];
+    const int64_t group = input / BLOCK_GROUP, i = input % BLOCK_GROUP;
+    const uint8_t *codes = panel + shape.group(group), *high = codes + shape.codes_size(), *scales = high + shape.high_size();
+    const uint8_t* head = panel + shape.head(group) + 2 * output;
+    const auto bits = [&](const uint8_t* words, int width) {
+        const int64_t each = 32 / width;
+        return (int)(loaded<uint32_t>(words + 4 * (i / each * PANEL + output)) >> width * (i % each) & ((1u << width) - 1));
+    };
+    float value;
+    if (kind == Q8_0)
+        value = (float)(int8_t)codes[i * PANEL + output];
+    else
+        value = block_number(kind, bits(codes, shape.low) | (shape.high ? bits(high, shape.high) << shape.low : 0));
+    if (kind == MXFP4) return value * power_one(scales[output]);
+    if (!shape.units) {
+        value *= half_one(scales + 2 * output);
+        return shape.has_minima ? value + half_one(scales + 2 * PANEL + 2 * output) : value;
     }
+    const uint8_t scale = scales[(shape.is_halved ? i / 16 * PANEL : 0) + output];
+    const float unit = half_one(head), minima = shape.has_minima ? half_one(head + 2 * PANEL) : 0;
+    if (!shape.has_minima) return value * (unit * (float)(int8_t)scale);
+    if (kind == Q2_K) return value * (unit * (float)(scale & 15)) - minima * (float)(scale >> 4);
+    return value * (unit * (float)scale) - minima * (float)scales[PANEL + output];
 }
 
 // A thread's memory for sums, widened rows and weights, kept for its next call.

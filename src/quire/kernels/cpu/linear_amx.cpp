@@ -9,6 +9,7 @@
 TARGET_BEGIN("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512bf16,avx2,fma")
 
 #define PAIRS
+#define WIDE
 #include "linear_by_tiles.h"
 
 namespace {

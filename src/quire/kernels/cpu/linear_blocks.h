@@ -1,12 +1,9 @@
-// The products of BLOCKS (linear.h). A weight is the float32 nearest to (code - offset) * scale - minimum, as the file's format defines
-// it, and sums are made in the order of FLOAT32. WIDE: there are the instructions of AVX-512.
+// What BLOCKS (linear.h) stand for. A weight is the float32 nearest to number * scale - minimum, as the file's format defines it: products
+// and sums are exact before the last one is rounded, so that it makes no difference whether a compiler fuses them.
+//
+// WIDE: there are the instructions of AVX-512; PAIRS: those for bfloat16 (AVX512-BF16).
 
 namespace {
-
-// A block of inputs (BLOCK) ends with a group.
-constexpr int WIDEST_BLOCK = BLOCK + BLOCK_GROUP;
-
-INLINE int64_t block_step(int64_t inputs) { return (even_part(inputs) + BLOCK_GROUP - 1) / BLOCK_GROUP * BLOCK_GROUP; }
 
 // -- numbers of a group ------------------------------------------------------------------------------------------------
 
@@ -16,8 +13,9 @@ typedef int16_t SmallShorts __attribute__((vector_size(2 * LANES)));
 
 #ifdef WIDE
 INLINE Lanes from_halves(const uint8_t* from) { return (Lanes)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from)); }
-INLINE Lanes from_bytes(const uint8_t* from) { return (Lanes)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from))); }
+INLINE Bits bytes_of(const uint8_t* from) { return (Bits)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from)); }
 INLINE Lanes from_ints(const uint8_t* from) { return (Lanes)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from))); }
+INLINE Lanes from_counts(Bits counts) { return (Lanes)_mm512_cvtepi32_ps((__m512i)counts); }
 #else
 INLINE Lanes from_halves(const uint8_t* from) {
     const Bits bits = __builtin_convertvector(loaded<Halves>(from), Bits), size = (bits & 0x7fffu) << 13, sign = (bits & 0x8000u) << 16;
@@ -26,179 +24,196 @@ INLINE Lanes from_halves(const uint8_t* from) {
     return (Lanes)((Bits)chosen((Bits)((Ints)(size - (1u << 23)) >> 31), small, usual) | sign);
 }
 // In two steps: GCC 12 takes a conversion to four times the size apart into single numbers.
-template <typename TWICE, typename BYTES>
-INLINE Lanes widened(BYTES from) { return __builtin_convertvector(__builtin_convertvector(__builtin_convertvector(from, TWICE), Whole), Lanes); }
-INLINE Lanes from_bytes(const uint8_t* from) { return widened<Halves>(loaded<SmallBytes>(from)); }
-INLINE Lanes from_ints(const uint8_t* from) { return widened<SmallShorts>(loaded<SmallInts>(from)); }
+INLINE Bits bytes_of(const uint8_t* from) { return __builtin_convertvector(__builtin_convertvector(loaded<SmallBytes>(from), Halves), Bits); }
+INLINE Lanes from_counts(Bits counts) { return __builtin_convertvector((Ints)counts, Lanes); }
+INLINE Lanes from_ints(const uint8_t* from) {
+    return __builtin_convertvector(__builtin_convertvector(__builtin_convertvector(loaded<SmallInts>(from), SmallShorts), Ints), Lanes);
+}
 #endif
 
-// What codes stand for.
+// 2^(byte - 128)
+INLINE Lanes from_powers(const uint8_t* from) {
+    const Bits bytes = bytes_of(from);
+    return (Lanes)chosen((Bits)((Ints)(bytes - 2u) >> 31), (Bits{} + 0x200000u) << (bytes & 1u), (bytes - 1u) << 23);
+}
+
+// Numbers of codes by their lowest four or five bits; what is above a shorter code makes no difference.
 template <int KIND>
-struct Values {
-    static constexpr int OFFSET = KIND == Q4_0 ? 8 : KIND == Q5_0 ? 16 : KIND == Q6_K ? 32 : 0;
+struct NumberTable {
+    float of[32];
+    constexpr NumberTable() : of() {
+        const int bits = BLOCK_SHAPES[KIND].low + BLOCK_SHAPES[KIND].high;
+        for (int code = 0; code < 32; code++) of[code] = block_number(KIND, code & ((bits < 5 ? 1 << bits : 32) - 1));
+    }
+};
+template <int KIND>
+alignas(64) constexpr NumberTable<KIND> number_table;
+
+// Numbers of codes.
+template <int KIND>
+struct Numbers {
+    static constexpr BlockShape SHAPE = BLOCK_SHAPES[KIND];
 #ifdef WIDE
     __m512 low, high;
-    __attribute__((always_inline)) Values() {
-        const __m512 count = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-        low = _mm512_sub_ps(count, _mm512_set1_ps(OFFSET)), high = _mm512_sub_ps(count, _mm512_set1_ps(OFFSET - 16));
-    }
-    // Input i of eight. ``above``: its high bits are from bit i or 2i on.
+    __attribute__((always_inline)) Numbers() : low(_mm512_load_ps(number_table<KIND>.of)), high(_mm512_load_ps(number_table<KIND>.of + 16)) {}
+    // Input I of eight, whose codes are from bit SHAPE.low * I on. ``above``: the high bits are from bit SHAPE.high * I on.
     template <int I>
     __attribute__((always_inline)) Lanes of(Bits words, Bits above) const {
-        const __m512i code = (__m512i)(words >> (4 * I));
-        if constexpr (Layout<KIND>::HIGH == 0) return (Lanes)_mm512_permutexvar_ps(code, low);
-        constexpr int WIDTH = KIND == Q6_K ? 2 : 1, UP = 4 - WIDTH * I;
+        const __m512i code = (__m512i)(words >> (SHAPE.low * I));
+        if constexpr (!SHAPE.high) return (Lanes)_mm512_permutexvar_ps(code, low);
+        constexpr int UP = SHAPE.low - SHAPE.high * I;
         const __m512i bits = (__m512i)(UP > 0 ? above << (UP > 0 ? UP : 0) : above >> (UP > 0 ? 0 : -UP));
-        // The four low bits of the one, the others of the other.
-        const __m512i all = _mm512_ternarylogic_epi32(_mm512_set1_epi32(15), code, bits, 0xca);
-        if constexpr (KIND != Q6_K) return (Lanes)_mm512_permutex2var_ps(low, all, high);
+        // The low bits of the one, the others of the other.
+        const __m512i all = _mm512_ternarylogic_epi32(_mm512_set1_epi32((1 << SHAPE.low) - 1), code, bits, 0xca);
+        if constexpr (SHAPE.low + SHAPE.high <= 4) return (Lanes)_mm512_permutexvar_ps(all, low);
+        if constexpr (SHAPE.low + SHAPE.high == 5) return (Lanes)_mm512_permutex2var_ps(low, all, high);
         // (code & 63) | 2^23 is 2^23 + code as a float.
         const __m512i whole = _mm512_ternarylogic_epi32(all, _mm512_set1_epi32(63), _mm512_set1_epi32(0x4b000000), 0xea);
-        return (Lanes)_mm512_castsi512_ps(whole) - (8388608.0f + OFFSET);
+        return (Lanes)_mm512_castsi512_ps(whole) - (8388608.0f + SHAPE.offset);
     }
 #else
     template <int I>
     __attribute__((always_inline)) Lanes of(Bits words, Bits above) const {
-        Bits code = words >> (4 * I) & 15u;
-        if (KIND == Q6_K)
-            code |= (above >> (2 * I) & 3u) << 4;
-        else if (Layout<KIND>::HIGH)
-            code |= (above >> I & 1u) << 4;
-        return __builtin_convertvector((Whole)code - OFFSET, Lanes);
+        Bits code = words >> (SHAPE.low * I) & ((1u << SHAPE.low) - 1);
+        if (SHAPE.high) code |= (above >> (SHAPE.high * I) & ((1u << SHAPE.high) - 1)) << SHAPE.low;
+        if constexpr (KIND < IQ4_NL) return from_counts(code - (uint32_t)SHAPE.offset);
+        Lanes found;
+        for (int lane = 0; lane < LANES; lane++) found[lane] = number_table<KIND>.of[code[lane]];
+        return found;
     }
 #endif
 };
 
 // Calls use.template at<I>(k, n, weights) for inputs k + I of the group, k = 0, 8, 16, 24, in order; n: half of the outputs.
 template <int KIND, int I, typename USE>
-INLINE void eight_weights(const USE& use, int64_t k, const Values<KIND>& values, const uint8_t* codes, const Bits (&words)[2],
+INLINE void eight_weights(USE& use, int64_t k, const Numbers<KIND>& numbers, const uint8_t* codes, const Bits (&words)[2],
                           const Bits (&above)[2], const Lanes (&scale)[2], const Lanes (&minimum)[2]) {
     if constexpr (I < 8) {
         for (int n = 0; n < 2; n++) {
-            Lanes value;
+            Lanes number;
             if constexpr (KIND == Q8_0)
-                value = from_ints(codes + (k + I) * PANEL + n * LANES);
+                number = from_ints(codes + (k + I) * PANEL + n * LANES);
             else
-                value = values.template of<I>(words[n], above[n]);
-            if constexpr (Layout<KIND>::HAS_MINIMA)
-                use.template at<I>(k, n, value * scale[n] - minimum[n]);
+                number = numbers.template of<I>(words[n], above[n]);
+            if constexpr (BLOCK_SHAPES[KIND].has_minima)
+                use.template at<I>(k, n, number * scale[n] - minimum[n]);
             else
-                use.template at<I>(k, n, value * scale[n]);
+                use.template at<I>(k, n, number * scale[n]);
         }
-        eight_weights<KIND, I + 1>(use, k, values, codes, words, above, scale, minimum);
+        eight_weights<KIND, I + 1>(use, k, numbers, codes, words, above, scale, minimum);
+    }
+}
+
+// The scales of a group, or of half of one.
+template <int KIND>
+INLINE void read_scales(Lanes (&scale)[2], Lanes (&minimum)[2], const uint8_t* scales, const uint8_t* head, int half) {
+    constexpr BlockShape SHAPE = BLOCK_SHAPES[KIND];
+    for (int n = 0; n < 2; n++) {
+        if constexpr (KIND == MXFP4) {
+            scale[n] = from_powers(scales + n * LANES);
+        } else if constexpr (!SHAPE.units) {
+            scale[n] = from_halves(scales + 2 * n * LANES);
+            if constexpr (SHAPE.has_minima) minimum[n] = -from_halves(scales + 2 * PANEL + 2 * n * LANES);
+        } else {
+            const uint8_t* from = scales + (SHAPE.is_halved ? half * PANEL : 0) + n * LANES;
+            const Lanes unit = from_halves(head + 2 * n * LANES);
+            if constexpr (!SHAPE.has_minima) {
+                scale[n] = unit * from_ints(from);
+            } else {
+                const Lanes minima = from_halves(head + 2 * PANEL + 2 * n * LANES);
+                const Bits both = bytes_of(from);
+                scale[n] = unit * from_counts(KIND == Q2_K ? both & 15u : both);
+                minimum[n] = minima * from_counts(KIND == Q2_K ? both >> 4 : bytes_of(from + PANEL));
+            }
+        }
     }
 }
 
 template <int KIND, typename USE>
-INLINE void each_weight(const uint8_t* panel, int64_t group, const USE& use) {
-    using L = Layout<KIND>;
-    const Values<KIND> values;
-    const uint8_t *codes = L::group(panel, group), *high = codes + L::CODES, *scales = high + L::HIGH, *head = L::head(panel, group);
-    for (int64_t byte = 0; byte < L::GROUP; byte += 64) __builtin_prefetch(codes + byte + AHEAD, 0, 3);
+INLINE void each_weight(const uint8_t* panel, int64_t group, USE&& use) {
+    constexpr BlockShape SHAPE = BLOCK_SHAPES[KIND];
+    const Numbers<KIND> numbers;
+    const uint8_t *codes = panel + SHAPE.group(group), *high = codes + SHAPE.codes_size(), *scales = high + SHAPE.high_size();
+    const uint8_t* head = panel + SHAPE.head(group);
+    for (int64_t byte = 0; byte < SHAPE.group_size(); byte += 64) __builtin_prefetch(codes + byte + AHEAD, 0, 3);
     Lanes scale[2], minimum[2] = {};
-    for (int n = 0; n < 2; n++) {
-        if constexpr (!L::HAS_HEAD) scale[n] = from_halves(scales + 2 * n * LANES);
-        if constexpr (L::HAS_MINIMA) {
-            scale[n] = from_halves(head + 2 * n * LANES) * from_bytes(scales + n * LANES);
-            minimum[n] = from_halves(head + 2 * PANEL + 2 * n * LANES) * from_bytes(scales + PANEL + n * LANES);
-        }
-    }
+    Bits words[2] = {}, above[2] = {};
+    if constexpr (!SHAPE.is_halved) read_scales<KIND>(scale, minimum, scales, head, 0);
 #pragma GCC unroll 1
     for (int j = 0; j < 4; j++) {
-        Bits words[2] = {}, above[2] = {};
+        if constexpr (SHAPE.is_halved)
+            if (j % 2 == 0) read_scales<KIND>(scale, minimum, scales, head, j / 2);
         for (int n = 0; n < 2; n++) {
-            if constexpr (KIND != Q8_0) words[n] = loaded<Bits>(codes + (2 * j + n) * 64);
-            if constexpr (KIND == Q6_K) {
-                above[n] = loaded<Bits>(high + (j / 2 * 2 + n) * 64) >> (uint32_t)(j % 2 * 16);
-                scale[n] = from_halves(head + 2 * n * LANES) * from_ints(scales + j / 2 * PANEL + n * LANES);
-            } else if constexpr (L::HIGH)
-                above[n] = loaded<Bits>(high + n * 64) >> (uint32_t)(8 * j);
+            if constexpr (SHAPE.low == 4) words[n] = loaded<Bits>(codes + (2 * j + n) * 64);
+            if constexpr (SHAPE.low == 2) words[n] = loaded<Bits>(codes + (j / 2 * 2 + n) * 64) >> (uint32_t)(j % 2 * 16);
+            if constexpr (SHAPE.high == 2) above[n] = loaded<Bits>(high + (j / 2 * 2 + n) * 64) >> (uint32_t)(j % 2 * 16);
+            if constexpr (SHAPE.high == 1) above[n] = loaded<Bits>(high + n * 64) >> (uint32_t)(8 * j);
         }
-        eight_weights<KIND, 0>(use, 8 * j, values, codes, words, above, scale, minimum);
+        eight_weights<KIND, 0>(use, 8 * j, numbers, codes, words, above, scale, minimum);
     }
 }
 
-// -- few rows: weights stay in registers -------------------------------------------------------------------------------
+// -- weights in a cache ------------------------------------------------------------------------------------------------
 
-template <int M>
-struct Products {
-    Lanes (&sums)[M][2];
-    const char* x;
-    int64_t stride;
-    template <int I>
-    __attribute__((always_inline)) void at(int64_t k, int n, Lanes weights) const {
-        const Inputs<M, float> inputs(x + k * sizeof(float), stride);
-#pragma GCC unroll 6
-        for (int m = 0; m < M; m++) sums[m][n] += weights * inputs.of(m, I);
-    }
-};
-
-template <int KIND, int M>
-__attribute__((noinline)) void block_tile(const uint8_t* panel, int64_t inputs, Sums to, const char* x, int64_t stride) {
-    const int64_t step = block_step(inputs);
-    Lanes totals[1][M][2] = {};
-    for (int64_t k = 0; k < inputs; k += step) {
-        const int64_t end = k + step < inputs ? k + step : inputs;
-        Lanes sums[M][2] = {};
-        for (int64_t i = k; i < end; i += BLOCK_GROUP)
-            each_weight<KIND>(panel, i / BLOCK_GROUP, Products<M>{sums, x + i * (int64_t)sizeof(float), stride});
-        for (int m = 0; m < M; m++)
-            for (int n = 0; n < 2; n++) totals[0][m][n] = k ? totals[0][m][n] + sums[m][n] : sums[m][n];
-    }
-    to.is_first = true;
-    add_tile<M, 1>(to, totals, nullptr);
-}
-
-constexpr int FEW_BLOCK_ROWS = MOST_ROWS / 2;
-
-template <int KIND, int M>
-INLINE void block_tile_of(int64_t rows, const uint8_t* panel, int64_t inputs, const Sums& to, const char* x, int64_t stride) {
-    if constexpr (M > 1)
-        if (rows < M) return block_tile_of<KIND, M - 1>(rows, panel, inputs, to, x, stride);
-    block_tile<KIND, M>(panel, inputs, to, x, stride);
-}
-
-// -- many rows: weights are written to a cache -------------------------------------------------------------------------
-
-struct Write {
+// As FLOAT32 lies in a panel.
+struct WriteFloats {
     float* to;
     template <int I>
-    __attribute__((always_inline)) void at(int64_t k, int n, Lanes weights) const { store(to + (k + I) * PANEL + n * LANES, weights); }
+    __attribute__((always_inline)) void at(int64_t k, int n, Lanes weights) { store(to + (k + I) * PANEL + n * LANES, weights); }
+};
+
+// To the nearest bfloat16, in the upper halves; weights are numbers.
+INLINE Bits upper_halves(Lanes value) {
+    const Bits bits = (Bits)value;
+    return bits + 0x7fffu + (bits >> 16 & 1u);
+}
+
+// As BFLOAT16 lies in a panel.
+struct WritePairs {
+    bfloat16* to;
+    Lanes even[2];
+    template <int I>
+    __attribute__((always_inline)) void at(int64_t k, int n, Lanes weights) {
+        if constexpr (I % 2 == 0)
+            even[n] = weights;
+        else
+            store(to + (k + I - 1) * PANEL + 2 * n * LANES, upper_halves(even[n]) >> 16 | (upper_halves(weights) & 0xffff0000u));
+    }
 };
 
 template <int KIND>
-__attribute__((noinline)) void expand_blocks(float* to, const uint8_t* panel, int64_t first, int64_t inputs) {
-    for (int64_t k = 0; k < inputs; k += BLOCK_GROUP) each_weight<KIND>(panel, (first + k) / BLOCK_GROUP, Write{to + k * PANEL});
+__attribute__((noinline)) void expand_kind(float* to, const uint8_t* panel, int64_t first, int64_t inputs) {
+    for (int64_t k = 0; k < inputs; k += BLOCK_GROUP) each_weight<KIND>(panel, (first + k) / BLOCK_GROUP, WriteFloats{to + k * PANEL});
+}
+template <int KIND>
+__attribute__((noinline)) void expand_kind(bfloat16* to, const uint8_t* panel, int64_t first, int64_t inputs) {
+    for (int64_t k = 0; k < inputs; k += BLOCK_GROUP) each_weight<KIND>(panel, (first + k) / BLOCK_GROUP, WritePairs{to + k * PANEL, {}});
 }
 
-#define OF_KIND(kind, function, ...)                                \
-    switch (kind) {                                                 \
-        case Q4_0: function(Q4_0, __VA_ARGS__); break;              \
-        case Q5_0: function(Q5_0, __VA_ARGS__); break;              \
-        case Q8_0: function(Q8_0, __VA_ARGS__); break;              \
-        case Q4_K: function(Q4_K, __VA_ARGS__); break;              \
-        case Q5_K: function(Q5_K, __VA_ARGS__); break;              \
-        default: function(Q6_K, __VA_ARGS__);                       \
+// Calls function(kind, ...) with a kind that the compiler knows.
+#define OF_KIND(kind, function, ...)                     \
+    switch (kind) {                                      \
+        case Q4_0: function(Q4_0, __VA_ARGS__); break;   \
+        case Q4_1: function(Q4_1, __VA_ARGS__); break;   \
+        case Q5_0: function(Q5_0, __VA_ARGS__); break;   \
+        case Q5_1: function(Q5_1, __VA_ARGS__); break;   \
+        case Q8_0: function(Q8_0, __VA_ARGS__); break;   \
+        case Q2_K: function(Q2_K, __VA_ARGS__); break;   \
+        case Q3_K: function(Q3_K, __VA_ARGS__); break;   \
+        case Q4_K: function(Q4_K, __VA_ARGS__); break;   \
+        case Q5_K: function(Q5_K, __VA_ARGS__); break;   \
+        case Q6_K: function(Q6_K, __VA_ARGS__); break;   \
+        case IQ4_NL: function(IQ4_NL, __VA_ARGS__); break; \
+        case IQ4_XS: function(IQ4_XS, __VA_ARGS__); break; \
+        default: function(MXFP4, __VA_ARGS__);           \
     }
-#define MULTIPLY_BLOCKS(KIND, ...) block_tile_of<KIND, FEW_BLOCK_ROWS>(__VA_ARGS__)
-#define EXPAND_BLOCKS(KIND, ...) expand_blocks<KIND>(__VA_ARGS__)
+#define EXPAND_KIND(KIND, ...) expand_kind<KIND>(__VA_ARGS__)
 
-template <int Q>
-INLINE void sum_block_panels(const Linear& map, int64_t panel, const Sums& sums, float* values, const char* x, int64_t stride, int64_t rows) {
-    const uint8_t* panels[Q];
-    int64_t kinds[Q];
-    for (int q = 0; q < Q; q++) panels[q] = panel_place(map, panel + q), kinds[q] = block_part(map, panel + q).kind;
-    if (rows <= FEW_BLOCK_ROWS) {
-        for (int q = 0; q < Q; q++) OF_KIND(kinds[q], MULTIPLY_BLOCKS, rows, panels[q], map.inputs, sums.from(0, q), x, stride)
-        return;
-    }
-    const int64_t step = block_step(map.inputs);
-    for (int64_t k = 0; k < map.inputs; k += step, x += step * sizeof(float)) {
-        const int64_t inputs = map.inputs - k < step ? map.inputs - k : step;
-        for (int q = 0; q < Q; q++) OF_KIND(kinds[q], EXPAND_BLOCKS, values + q * WIDEST_BLOCK * PANEL, panels[q], k, inputs)
-        const Sums to = {sums.to, sums.apart, k == 0, k + step < map.inputs ? Results{} : sums.results};
-        tiles<Q, float>(to, rows, x, stride, (const float*)values, WIDEST_BLOCK * PANEL, (const float*)values, inputs, nullptr, nullptr);
-    }
+// Write the weights of so many inputs of a panel, from ``first`` on, which a group begins.
+template <typename W>
+INLINE void expand_blocks(W* to, const Linear& map, int64_t panel, int64_t first, int64_t inputs) {
+    const uint8_t* from = panel_place(map, panel);
+    OF_KIND(block_part(map, panel).kind, EXPAND_KIND, to, from, first, inputs)
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 //
 // ``Tiles`` is the instructions: those of the processor, or what they mean (linear_tiles_emulated.cpp).
 
+#include "linear_blocks.h"
 #include "linear_outputs.h"
 
 namespace {
@@ -73,9 +74,12 @@ template <class Tiles>
 INLINE void run_by_tiles(LinearCall& call, int64_t thread) {
     static thread_local Room room;
     const Linear& map = *call.map;
-    const int64_t panels = (map.outputs + PANEL - 1) / PANEL, bytes = panel_bytes(map), stride = call.x_stride * sizeof(bfloat16);
-    float* const sums = room.of(NEAR_PANELS * call.tile_rows * PANEL);
-    if (!sums) {
+    const bool in_blocks = map.form == BLOCKS;
+    const int64_t panels = (map.outputs + PANEL - 1) / PANEL, bytes = in_blocks ? 0 : panel_bytes(map), stride = call.x_stride * sizeof(bfloat16);
+    // The weights of NEAR_INPUTS of a panel, which BLOCKS become.
+    bfloat16* const pairs = (bfloat16*)room.of((NEAR_INPUTS / 2 + NEAR_PANELS * call.tile_rows) * PANEL);
+    float* const sums = (float*)pairs + NEAR_INPUTS / 2 * PANEL;
+    if (!pairs) {
         call.failed = 1;
         return;
     }
@@ -87,23 +91,25 @@ INLINE void run_by_tiles(LinearCall& call, int64_t thread) {
         const char* const x = (const char*)call.x + first * stride;
         const int64_t end = panels * (part + 1) / call.parts;
         // Few rows read each panel from its first byte to its last.
-        const int64_t most = rows > MOST_TILED ? NEAR_INPUTS : map.inputs;
+        const int64_t most = rows > MOST_TILED || in_blocks ? NEAR_INPUTS : map.inputs;
         for (int64_t panel = panels * part / call.parts; panel < end; panel += NEAR_PANELS) {
             const int64_t count = end - panel < NEAR_PANELS ? end - panel : NEAR_PANELS;
             for (int64_t k = 0; k < map.inputs; k += most)
-                for (int64_t q = 0; q < count; q++)
+                for (int64_t q = 0; q < count; q++) {
+                    const int64_t inputs = map.inputs - k < most ? map.inputs - k : most;
+                    if (in_blocks) expand_blocks(pairs, map, panel + q, k, inputs);
+                    const char* const w = in_blocks ? (const char*)pairs : (const char*)map.weights + (panel + q) * bytes + k * PANEL * 2;
                     for (int64_t m = 0; m < rows; m += MOST_TILED) {
                         const int64_t some = rows - m < MOST_TILED ? rows - m : MOST_TILED;
                         if (some != shaped) Tiles::shape(TileShapes(shaped = some));
                         float* const to = sums + (q * call.tile_rows + m) * PANEL;
                         const char* const from = x + m * stride + 2 * k;
-                        const char* const w = (const char*)map.weights + (panel + q) * bytes + k * PANEL * 2;
-                        const int64_t inputs = map.inputs - k < most ? map.inputs - k : most;
                         if (some > SIDE_ROWS)
                             tile_block<Tiles, true>(to, k == 0, from, stride, some, w, inputs, m == 0);
                         else
                             tile_block<Tiles, false>(to, k == 0, from, stride, some, w, inputs, m == 0);
                     }
+                }
             for (int64_t q = 0; q < count; q++) put_rows<bfloat16>(call, panel + q, first, rows, sums + q * call.tile_rows * PANEL);
         }
         __atomic_fetch_add(&call.done, 1, __ATOMIC_RELEASE);

@@ -336,13 +336,13 @@ INLINE int64_t blocks_of(int64_t rows) {
     return (rows + most - 1) / most;
 }
 
-// Q panels' part times all rows of x, which begin at these inputs. ``coming``: bytes of weights that are needed after these, or null.
+// Q panels' part times all rows of x, which begin at these inputs. ``coming``: so many bytes of weights that are needed after these.
 template <int Q, typename X, typename W>
 __attribute__((noinline)) void tiles(const Sums& sums, int64_t rows, const char* x, int64_t stride, const W* w, int64_t apart, const W* end,
-                                     int64_t inputs, const float* scale, const char* coming) {
+                                     int64_t inputs, const float* scale, const char* coming, int64_t bytes) {
     constexpr int MOST = Q == 2 ? MOST_ROWS / 2 : MOST_ROWS;
-    const int64_t count = blocks_of(rows), bytes = inputs * PANEL * Q * sizeof(W), share = count > 1 && coming ? bytes / (count - 1) : 0;
-    const int64_t step = share ? 128 * Q / (count - 1) : 0;
+    const int64_t count = blocks_of(rows), share = count > 1 ? bytes / (count - 1) : 0, lines = inputs * sizeof(W) / sizeof(float);
+    const int64_t step = share / lines;
     for (int64_t i = 0; i < count; i++) {
         const int64_t from = rows * i / count, some = rows * (i + 1) / count - from;
         const Sums to = sums.from(from, 0);
@@ -357,15 +357,15 @@ __attribute__((noinline)) void tiles(const Sums& sums, int64_t rows, const char*
 
 // -- items: some panels and some rows ---------------------------------------------------------------------------------
 
-// The inputs of a block, an even number: blocks of one map are equally long, but for the last.
-INLINE int64_t even_part(int64_t inputs) {
+// The inputs of a block, a multiple of 32: blocks of one map are equally long, but for the last.
+INLINE int64_t part_of(int64_t inputs) {
     const int64_t count = (inputs + BLOCK - 1) / BLOCK;
-    return ((inputs + count - 1) / count + 1) / 2 * 2;
+    return ((inputs + count - 1) / count + 31) / 32 * 32;
 }
 
 }  // namespace
 
-#include "linear_blocks.h"
+#include "linear_block_tiles.h"
 
 namespace {
 
@@ -373,12 +373,12 @@ namespace {
 template <int Q, int FORM, typename X>
 INLINE void sum_panels(const Linear& map, int64_t panel, const Sums& sums, float* room, const char* x, int64_t stride, int64_t rows) {
     constexpr bool is_paired = !std::is_same<X, float>::value;
-    if constexpr (FORM == BLOCKS) return sum_block_panels<Q>(map, panel, sums, room + 2 * PANEL, x, stride, rows);
+    if constexpr (FORM == BLOCKS) return sum_block_panels<Q, X>(map, panel, sums, room + 2 * PANEL, x, stride, rows);
 #ifdef PAIRS
     if constexpr ((FORM == INT8 || FORM == INT4) && is_paired)
         if (rows <= FEW_ROWS) return code_tile_of<FEW_ROWS, Q, FORM>(rows, map, panel, sums, x, stride);
 #endif
-    const int64_t bytes = panel_bytes(map), step = FORM >= INT8 ? map.group : even_part(map.inputs);
+    const int64_t bytes = panel_bytes(map), step = FORM >= INT8 ? map.group : part_of(map.inputs);
     const uint8_t* from = (const uint8_t*)map.weights + panel * bytes;
     if (FORM >= INT8)
         for (int q = 0; q < Q; q++) std::memset(sums.to + q * sums.apart, 0, sizeof(float) * PANEL * rows);
@@ -386,13 +386,14 @@ INLINE void sum_panels(const Linear& map, int64_t panel, const Sums& sums, float
         const int64_t inputs = map.inputs - k < step ? map.inputs - k : step;
         const Sums to = {sums.to, sums.apart, k == 0, k + step < map.inputs ? Results{} : sums.results};
         const bool is_last = (panel + Q) * PANEL >= map.outputs;
-        const char* coming = FORM >= INT8 || is_last ? nullptr : (const char*)from + Q * (bytes + bytes / map.inputs * k);
+        const char* coming = (const char*)from + Q * (bytes + bytes / map.inputs * k);
+        const int64_t share = is_last ? 0 : Q * (bytes / map.inputs) * inputs;
         if constexpr (FORM == FLOAT32) {
             tiles<Q, X>(to, rows, x, stride, (const float*)from + k * PANEL, bytes / 4, (const float*)(from + bytes), inputs, nullptr,
-                        coming);
+                        coming, share);
         } else if constexpr (FORM == BFLOAT16) {
             tiles<Q, X>(to, rows, x, stride, (const bfloat16*)from + k * PANEL, bytes / 2, (const bfloat16*)(from + bytes), inputs, nullptr,
-                        coming);
+                        coming, share);
         } else if constexpr (FORM != BLOCKS) {
             float* scale = room;
             for (int q = 0; q < Q; q++) widen_scales(scale + q * PANEL, map.scales + ((panel + q) * (map.inputs / map.group) + k / map.group) * PANEL);
@@ -401,12 +402,12 @@ INLINE void sum_panels(const Linear& map, int64_t panel, const Sums& sums, float
 #ifdef PAIRS
                 bfloat16* pairs = (bfloat16*)(room + 2 * PANEL);
                 for (int q = 0; q < Q; q++) pair_panel<FORM>(pairs + q * WIDEST_GROUP * PANEL, codes + q * bytes, inputs);
-                tiles<Q, X>(to, rows, x, stride, (const bfloat16*)pairs, WIDEST_GROUP * PANEL, pairs, inputs, scale, coming);
+                tiles<Q, X>(to, rows, x, stride, (const bfloat16*)pairs, WIDEST_GROUP * PANEL, pairs, inputs, scale, nullptr, 0);
 #endif
             } else {
                 float* values = room + 2 * PANEL;
                 for (int q = 0; q < Q; q++) widen_panel<FORM>(values + q * WIDEST_GROUP * PANEL, codes + q * bytes, inputs);
-                tiles<Q, X>(to, rows, x, stride, (const float*)values, WIDEST_GROUP * PANEL, values, inputs, scale, coming);
+                tiles<Q, X>(to, rows, x, stride, (const float*)values, WIDEST_GROUP * PANEL, values, inputs, scale, nullptr, 0);
             }
         }
     }
@@ -429,7 +430,7 @@ INLINE void run_items(LinearCall& call, int64_t thread) {
     const Linear& map = *call.map;
     // Only for products of floats x is converted: what is as wide as they need it stays where it is.
     constexpr bool is_widened = std::is_same<X, float>::value && !std::is_same<T, float>::value;
-    constexpr int64_t WIDEST = FORM == BLOCKS ? WIDEST_BLOCK : WIDEST_GROUP;
+    constexpr int64_t WIDEST = FORM == BLOCKS ? BLOCK : WIDEST_GROUP;
     const int64_t to_apart = call.tile_rows * PANEL;
     float* panels_room = room.of((2 + 2 * WIDEST) * PANEL + 2 * to_apart + (is_widened ? call.tile_rows * map.inputs : 0));
     if (!panels_room) {
@@ -468,7 +469,7 @@ INLINE void run_form(LinearCall& call, int64_t thread) {
         case BFLOAT16: return run_items<BFLOAT16, X, T>(call, thread);
         case INT8: return run_items<INT8, X, T>(call, thread);
         case INT4: return run_items<INT4, X, T>(call, thread);
-        default: return run_items<BLOCKS, float, T>(call, thread);
+        default: return run_items<BLOCKS, std::conditional_t<BLOCKS_IN_PAIRS, X, float>, T>(call, thread);
     }
 }
 

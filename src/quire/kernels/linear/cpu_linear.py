@@ -17,11 +17,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.base.errors import InvalidArgument
+from quire.base.errors import CheckpointError, InvalidArgument
 from quire.contracts.linear import BlockRows, CodeRows, PackedMatrix, WeightForm
 from quire.kernels.native_library import NativeLibrary, native_library
 from quire.weights import packed as reference
-from quire.weights.block_panels import KINDS, fits_panels, pack_blocks
+from quire.weights.block_panels import GROUP, KINDS, fits_panels
 from quire.weights.panels import pack_codes
 
 PANEL = 32
@@ -100,6 +100,9 @@ class NativeLinear:
         self._pack = library.function(
             "quire_pack_linear", pointer, *[number] * 6, pointer, pointer, number, pointer
         )  # fmt: skip
+        self._pack_blocks = library.function(
+            "quire_pack_blocks", pointer, *[number] * 5, pointer, number, pointer, result=ctypes.c_int
+        )
 
     def refusal(self, weight_OI: Tensor, form: WeightForm) -> str:
         """See the contract."""
@@ -150,9 +153,20 @@ class NativeLinear:
         self, parts: Sequence[BlockRows], inputs: int, bias_O: Tensor | None, dtype: torch.dtype
     ) -> NativeMap | None:
         """See ``contracts.linear.BlockKernel``."""
-        if dtype not in DTYPES or not fits_panels([(part.kind, len(part.rows_RB)) for part in parts]):
+        kinds = tuple((part.kind, len(part.rows_RB)) for part in parts)
+        if dtype not in DTYPES or not fits_panels(kinds):
             return None
-        packed = pack_blocks(parts, inputs, self._memory.take)
+        sizes = [-(-rows // PANEL) * KINDS[kind].panel_bytes(inputs) for kind, rows in kinds]
+        values = self._memory.take(sum(sizes))
+        for part, to in zip(parts, torch.split(values, sizes), strict=True):
+            rows_RB = part.rows_RB if part.rows_RB.stride(1) == 1 else part.rows_RB.contiguous()
+            if self._pack_blocks(
+                rows_RB.data_ptr(), rows_RB.stride(0), len(rows_RB), inputs, list(KINDS).index(part.kind),
+                int(part.is_mapped and rows_RB is part.rows_RB), to.data_ptr(), torch.get_num_threads(), self._parallel,
+            ):  # fmt: skip
+                raise CheckpointError(f"{part.name} has a scale in {part.kind} that is not finite; the file is damaged")
+        outputs = sum(rows for _, rows in kinds)
+        packed = PackedMatrix("blocks", outputs, inputs, GROUP, values, None, kinds)
         bias = None if bias_O is None else bias_O.float().contiguous()
         return NativeMap(self._run, packed, bias, dtype, self.level, self._parallel)
 

@@ -27,6 +27,7 @@ from quire.base.errors import QuireError
 from quire.base.metrics import MetricFamily, Sample
 from quire.engine.named_adapters import AdapterInfo
 from quire.executor import counters
+from quire.models.fingerprint import kept_formats
 from quire.server.http.bodies import BodyRoute, BoundedModel
 from quire.server.http.context import Context, public_name
 from quire.server.http.errors import REFUSED_VALUES, ApiError, bad_field
@@ -70,6 +71,8 @@ class ModelCard(BaseModel):
     """Longest sequence in tokens."""
     weight_formats: list[str] | None = None
     """Formats of the weights in their files."""
+    weight_formats_kept: list[str] | None = None
+    """Those of them that kernels multiply as they are; the other blocks were expanded at load."""
 
 
 class ModelList(BaseModel):
@@ -159,6 +162,7 @@ async def model_cards(context: Context) -> list[ModelCard]:
     loaded = await context.refresh_adapters()
     base = _card(context, context.model_name, context.llm.config.model)
     base.weight_formats = [*context.llm.model.formats]
+    base.weight_formats_kept = kept_formats(context.llm.model)
     return [base, *(adapter_card(context, info) for info in loaded.values() if info.name != base.id)]
 
 

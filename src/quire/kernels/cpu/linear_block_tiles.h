@@ -1,0 +1,81 @@
+// The products of BLOCKS (linear.h), in the order of FLOAT32, or of BFLOAT16 for products of pairs.
+
+#include "linear_blocks.h"
+
+namespace {
+
+template <int M>
+struct Products {
+    Lanes (&sums)[M][2];
+    const char* x;
+    int64_t stride;
+    template <int I>
+    __attribute__((always_inline)) void at(int64_t k, int n, Lanes weights) {
+        const Inputs<M, float> inputs(x + k * sizeof(float), stride);
+#pragma GCC unroll 8
+        for (int m = 0; m < M; m++) sums[m][n] += weights * inputs.of(m, I);
+    }
+};
+
+// A few rows: weights stay in registers.
+template <int KIND, int M>
+__attribute__((noinline)) void block_tile(const uint8_t* panel, int64_t inputs, Sums to, const char* x, int64_t stride) {
+    const int64_t step = part_of(inputs);
+    Lanes totals[1][M][2] = {};
+    for (int64_t k = 0; k < inputs; k += step) {
+        const int64_t end = k + step < inputs ? k + step : inputs;
+        Lanes sums[M][2] = {};
+        for (int64_t i = k; i < end; i += BLOCK_GROUP)
+            each_weight<KIND>(panel, i / BLOCK_GROUP, Products<M>{sums, x + i * (int64_t)sizeof(float), stride});
+        for (int m = 0; m < M; m++)
+            for (int n = 0; n < 2; n++) totals[0][m][n] = k ? totals[0][m][n] + sums[m][n] : sums[m][n];
+    }
+    to.is_first = true;
+    add_tile<M, 1>(to, totals, nullptr);
+}
+
+#ifdef WIDE
+constexpr int FEW_BLOCK_ROWS = 8, SOME_BLOCK_ROWS = 16;
+#else
+constexpr int FEW_BLOCK_ROWS = 2, SOME_BLOCK_ROWS = 2;
+#endif
+
+template <int KIND, int M>
+INLINE void block_tile_of(int64_t rows, const uint8_t* panel, int64_t inputs, const Sums& to, const char* x, int64_t stride) {
+    if constexpr (M > 1)
+        if (rows < M) return block_tile_of<KIND, M - 1>(rows, panel, inputs, to, x, stride);
+    block_tile<KIND, M>(panel, inputs, to, x, stride);
+}
+#define MULTIPLY_KIND(KIND, ...) block_tile_of<KIND, FEW_BLOCK_ROWS>(__VA_ARGS__)
+
+// Q panels. W: what many rows multiply, floats or pairs.
+template <int Q, typename X>
+INLINE void sum_block_panels(const Linear& map, int64_t panel, const Sums& sums, float* room, const char* x, int64_t stride, int64_t rows) {
+    using W = std::conditional_t<std::is_same<X, float>::value, float, bfloat16>;
+    if constexpr (std::is_same<X, float>::value)
+        if (rows <= SOME_BLOCK_ROWS) {
+            const int64_t count = (rows + FEW_BLOCK_ROWS - 1) / FEW_BLOCK_ROWS;
+            for (int q = 0; q < Q; q++)
+                for (int64_t i = 0; i < count; i++) {
+                    const int64_t from = rows * i / count;
+                    OF_KIND(block_part(map, panel + q).kind, MULTIPLY_KIND, rows * (i + 1) / count - from, panel_place(map, panel + q), map.inputs,
+                            sums.from(from, q), x + from * stride, stride)
+                }
+            return;
+        }
+    // Weights that come behind these panels, as far as there are any.
+    const int64_t panels = (map.outputs + PANEL - 1) / PANEL, most = panels - panel - Q < Q ? panels - panel - Q : Q;
+    const char* next = (const char*)panel_place(map, panel + Q);
+    const int64_t coming = (const char*)panel_place(map, panel + Q + most) - next;
+    const int64_t step = part_of(map.inputs);
+    for (int64_t k = 0; k < map.inputs; k += step, x += step * sizeof(W)) {
+        const int64_t inputs = map.inputs - k < step ? map.inputs - k : step;
+        W* const values = (W*)room;
+        for (int q = 0; q < Q; q++) expand_blocks(values + q * BLOCK * PANEL, map, panel + q, k, inputs);
+        const Sums to = {sums.to, sums.apart, k == 0, k + step < map.inputs ? Results{} : sums.results};
+        tiles<Q, X>(to, rows, x, stride, (const W*)values, BLOCK * PANEL, (const W*)values, inputs, nullptr, next + coming * k / map.inputs,
+                    coming * inputs / map.inputs);
+    }
+}
+
+}  // namespace
