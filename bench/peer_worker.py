@@ -135,9 +135,9 @@ class ExpandingPeer(QuirePeer):
     """Quire with the blocks of GGUF files expanded when they are loaded."""
 
     def load(self, model: str, **given: Any) -> dict[str, Any]:
-        from quire.weights.late_parameters import LateParameters
+        from quire.weights.lazy_parameters import LazyParameters
 
-        LateParameters.stored = lambda self, weight: []  # type: ignore[method-assign]
+        LazyParameters.stored = lambda self, weight: []  # type: ignore[method-assign]
         return super().load(model, **given)
 
 

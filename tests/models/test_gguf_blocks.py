@@ -19,7 +19,7 @@ from quire.models.decoder import Decoder
 from quire.models.fingerprint import kept_formats, model_fingerprint
 from quire.nn.experts import MixtureOfExperts
 from quire.nn.packed import KernelLinear
-from quire.weights.late_parameters import LateParameters
+from quire.weights.lazy_parameters import LazyParameters
 
 from .conftest import Case, make_checkpoint
 from .gguf_writer import write_gguf
@@ -69,11 +69,11 @@ def loaded(file: Path, **given: Any) -> Iterator[LLM]:
 
 @pytest.fixture
 def expanding(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    def nothing(_: LateParameters, weight: Tensor) -> list[Any]:
+    def nothing(_: LazyParameters, weight: Tensor) -> list[Any]:
         del weight
         return []
 
-    monkeypatch.setattr(LateParameters, "stored", nothing)
+    monkeypatch.setattr(LazyParameters, "stored", nothing)
     return monkeypatch
 
 

@@ -25,7 +25,7 @@ from quire.models.quantized import read_quantized, without_section
 from quire.models.sources import open_weights, read_config
 from quire.weights import scales
 from quire.weights.checkpoint import Checkpoint
-from quire.weights.late_parameters import LateParameters
+from quire.weights.lazy_parameters import LazyParameters
 from quire.weights.places import expand
 from quire.weights.safetensors_files import SINGLE_FILE
 
@@ -113,9 +113,9 @@ def parameters_of(path: Path, dtype: torch.dtype = torch.float32) -> dict[str, T
     family = family_of(values)
     config = family.read_config(without_section(values), None)
     with Checkpoint(open_weights(path, read_quantized(values))) as checkpoint:
-        places = checkpoint.choose([expand(table, config.num_layers) for table in family.spellings(config)])
+        places = checkpoint.choose([expand(table, config.num_layers) for table in family.name_tables(config)])
         checkpoint.check(places, family.ignorable_names(config))
-        weights = LateParameters(checkpoint, places, dtype, torch.device("cpu"), tqdm(disable=True))
+        weights = LazyParameters(checkpoint, places, dtype, torch.device("cpu"), tqdm(disable=True))
         return {name: weights[name].clone() for name in weights}
 
 

@@ -70,7 +70,7 @@ class LoadedModel(Model, Protocol):
         ...
 
 
-Spellings: TypeAlias = Callable[[Any], Sequence[NameTable]]
+NameTables: TypeAlias = Callable[[Any], Sequence[NameTable]]
 Ignorable: TypeAlias = Callable[[Any], Container[str]]
 Build: TypeAlias = Callable[[Any, Mapping[str, Tensor], Mapping[str, Any]], LoadedModel]
 
@@ -84,7 +84,7 @@ class Family:
     """Kinds of layer state, as in ``LayerSpec.kind``."""
     read_config: ConfigReader[Any]
     """Reads config.json. Bad values are ``CheckpointError``, missing features ``Unsupported``."""
-    spellings: Spellings
+    name_tables: NameTables
     """Name tables of all spellings in checkpoints of the family; the commonest first."""
     ignorable_names: Ignorable
     build: Build
@@ -115,12 +115,12 @@ def _register(
     architecture: str,
     state_kinds: tuple[str, ...],
     read: ConfigReader[Any],
-    spellings: Spellings,
+    name_tables: NameTables,
     ignorable: Ignorable = ignorable_names,
     build: Build = Decoder,
 ) -> None:
     family = Family(
-        state_kinds=state_kinds, read_config=read, spellings=spellings, ignorable_names=ignorable, build=build
+        state_kinds=state_kinds, read_config=read, name_tables=name_tables, ignorable_names=ignorable, build=build
     )
     FAMILIES.register(architecture, family)
 
@@ -128,12 +128,12 @@ def _register(
 def _hybrid(
     architecture: str,
     read: ConfigReader[Any],
-    spellings: Spellings,
+    name_tables: NameTables,
     block: BlockBuilder[Any],
     ignorable: Ignorable = lambda config: ignorable_names(config.trunk),
     state_kinds: tuple[str, ...] = ("full", "recurrent"),
 ) -> None:
-    _register(architecture, state_kinds, read, spellings, ignorable, partial(HybridDecoder, block=block))
+    _register(architecture, state_kinds, read, name_tables, ignorable, partial(HybridDecoder, block=block))
 
 
 def _dense_tables(config: DecoderConfig, names: Names) -> Sequence[NameTable]:
@@ -266,7 +266,7 @@ def _text_family(family: Family) -> Family:
     return replace(
         family,
         read_config=read,
-        spellings=lambda config: prefixed(family.spellings(config)),
+        name_tables=lambda config: prefixed(family.name_tables(config)),
         ignorable_names=lambda config: OtherNames(family.ignorable_names(config)),
     )
 

@@ -48,7 +48,7 @@ class Checkpoint:
     def __exit__(self, *exc: object) -> None:
         self.source.close()
 
-    def choose(self, spellings: Sequence[Mapping[str, Place]]) -> Mapping[str, Place]:
+    def choose(self, name_tables: Sequence[Mapping[str, Place]]) -> Mapping[str, Place]:
         """Return the spelling with the fewest missing tensors, then the fewest of another shape,
         the first among equals, in the formats of the files."""
 
