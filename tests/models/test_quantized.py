@@ -377,6 +377,13 @@ def test_a_module_without_a_group_is_refused(model: Path, tmp_path: Path) -> Non
         load_model(quantized, dtype="float32")
 
 
+def test_codes_of_an_ignored_module_are_not_read(model: Path, tmp_path: Path) -> None:
+    given = section("pack-quantized", {"a": scheme(4, 32)}, ignore=["lm_head", GATE])
+    quantized, _ = write_quantized(model, tmp_path, compressed(4, 32), given)
+    with pytest.raises(CheckpointError, match=rf"lacks 1 of .* tensors: {GATE}.weight"):
+        load_model(quantized, dtype="float32")
+
+
 def test_codes_without_a_section_are_refused(model: Path, tmp_path: Path) -> None:
     quantized, _ = write_quantized(model, tmp_path, awq(32), AWQ)
     file = quantized / "config.json"

@@ -178,11 +178,18 @@ def pack_codes(parts: Sequence[CodeRows]) -> PackedMatrix | None:
         return None
     padded = _padded(codes).view(-1, PANEL, inputs)
     if bits == 8:
-        laid = _lay((padded.abs() | (padded < 0).to(torch.int8) << 7).view(torch.uint8))
+        # Pairs of codes are moved as one number: the order of ``_lay``.
+        pairs = (padded.abs() | (padded < 0).to(torch.int8) << 7).view(torch.int16)
+        moved = pairs.view(len(padded), 2, 4, 4, inputs // 4, 2).permute(0, 4, 1, 2, 5, 3).contiguous()
+        laid = moved.view(torch.uint8).view(len(padded), inputs // 4, 2, 64)
     else:
-        words = (padded + 8).view(torch.uint8).view(len(padded), 2, 16, inputs // 8, 8)
-        low, high = words[..., INT4_LOW], words[..., INT4_HIGH]
-        laid = (low | high << 4).permute(0, 3, 1, 2, 4).reshape(len(padded), inputs // 8, 2, 64)
+        unsigned = (padded + 8).view(torch.uint8)
+        words = (unsigned[..., 0::2] | unsigned[..., 1::2] << 4).view(torch.int32)
+        even, odd = words & 0x0F0F0F0F, words >> 4 & 0x0F0F0F0F
+        even, odd = ((one | one >> 4) & 0x00FF00FF for one in (even, odd))
+        even, odd = ((one | one >> 8) & 0xFFFF for one in (even, odd))
+        moved = (even | odd << 16).view(len(padded), 2, 16, inputs // 8).permute(0, 3, 1, 2).contiguous()
+        laid = moved.view(torch.uint8).view(len(padded), inputs // 8, 2, 64)
     return PackedMatrix(form.name, len(codes), inputs, group, laid, _panels(_padded(narrow)))
 
 
