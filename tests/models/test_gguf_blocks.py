@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -145,11 +146,27 @@ def test_a_kept_model_is_the_expanded_one(
     assert found.weights == f"{plain.weights}-blocks:{'+'.join(sorted(kept))}"
 
 
-def test_experts(expanding: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Each of a stack, whose gate and up are two tensors in two formats."""
-    moe = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "norm_topk_prob": True}
-    kinds = {**KINDS, "gate_exps": "Q5_0", "up_exps": "Q4_1", "gate_inp": "F32"}
-    made = make_checkpoint(Case("blocks-experts", "Qwen3Moe", {**SIZES, **moe}), tmp_path / "model")
+EXPERTS = (
+    Case("blocks-experts", "Qwen3Moe", {**SIZES, "num_experts": 6, "moe_intermediate_size": 64}),
+    Case(
+        "blocks-stacked", "GptOss", {**SIZES, "num_local_experts": 6, "intermediate_size": 64, "num_hidden_layers": 2}
+    ),
+)
+
+
+@pytest.mark.parametrize("case", EXPERTS, ids=lambda case: case.name)
+def test_experts(case: Case, expanding: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each in tensors of its own, whose gate and up have two formats; all in one tensor."""
+    is_one = case.family == "GptOss"
+    kinds = {
+        "exps.bias": "F32",
+        **KINDS,
+        "gate_exps": "Q5_0",
+        "up_exps": "Q5_0" if is_one else "Q4_1",
+        "gate_inp": "F32",
+    }
+    formats = ["Q5_0"] if is_one else ["Q5_0", "Q4_1"]
+    made = make_checkpoint(replace(case, changes={**case.changes, "num_experts_per_tok": 3}), tmp_path / "model")
     file = write_gguf(made.path, tmp_path / "model.gguf", "Q4_0", kinds=kinds)
     found = []
     for is_kept in (False, True):
@@ -157,11 +174,11 @@ def test_experts(expanding: pytest.MonkeyPatch, tmp_path: Path) -> None:
             found.append(logprobs(llm))
             block: Any = decoder(llm).blocks[0]
             layer: MixtureOfExperts = block.mlp
-            for maps, formats in ((layer.experts.gate_up.maps, ["Q5_0", "Q4_1"]), (layer.experts.down.maps, ["Q4_0"])):
+            for maps, wanted in ((layer.experts.gate_up.maps, formats), (layer.experts.down.maps, ["Q4_0"])):
                 assert len(maps) == 6
                 for one in maps:
                     assert isinstance(one, KernelLinear)
-                    assert [kind for kind, _ in one.map.weights.kinds] == (formats if is_kept else [])
+                    assert [kind for kind, _ in one.map.weights.kinds] == (wanted if is_kept else [])
             if is_kept:
                 assert llm.model.expanded == {}
         expanding.undo()

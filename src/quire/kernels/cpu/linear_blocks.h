@@ -136,7 +136,7 @@ INLINE void each_weight(const uint8_t* panel, int64_t group, USE&& use) {
     const uint8_t *codes = panel + SHAPE.group(group), *high = codes + SHAPE.codes_size(), *scales = high + SHAPE.high_size();
     const uint8_t* head = panel + SHAPE.head(group);
     for (int64_t byte = 0; byte < SHAPE.group_size(); byte += 64) __builtin_prefetch(codes + byte + AHEAD, 0, 3);
-    Lanes scale[2], minimum[2] = {};
+    Lanes scale[2] = {}, minimum[2] = {};
     Bits words[2] = {}, above[2] = {};
     if constexpr (!SHAPE.is_halved) read_scales<KIND>(scale, minimum, scales, head, 0);
 #pragma GCC unroll 1
