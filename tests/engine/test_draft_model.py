@@ -26,7 +26,7 @@ from quire.kv.plain_format import kv_format
 from quire.models.catalogue import bundled_models
 from quire.runner.local import LocalRunner
 from quire.runner.pool_budget import PoolSizes
-from quire.speculation import chains
+from quire.speculation import chains, draft_model
 from quire.speculation.controller import Pace
 from quire.speculation.draft_model import DraftModel
 from quire.speculation.proposer import NO_DRAFT, Context
