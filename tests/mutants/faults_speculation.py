@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.harness import Mutant
 
-TESTS, UNITS = "engine/test_speculation.py", "speculation"
+TESTS, UNITS = "speculation/test_speculation.py", "speculation"
 DRAFTS, STEPS, LOOKUP = "engine/drafts.py", "engine/steps.py", "speculation/lookup.py"
 AUTOMATON, CONTROLLER = "speculation/suffix_automaton.py", "speculation/controller.py"
 MUTANTS = (

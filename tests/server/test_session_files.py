@@ -14,8 +14,8 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.small_llms import make_checkpoint
 
-from engine.conftest import make_checkpoint
 from quire import LLM, AsyncLLM, SamplingParams
 from quire.base.errors import DataLoss
 from quire.server.http.errors import hiding
