@@ -76,6 +76,8 @@ class Greedy(UserList[int]):
     @property
     def data(self) -> list[int]:  # type: ignore[override]
         known, key = self.checkpoint.known, (tuple(self.prompt), self.count)
+        if not self.count:
+            return []
         if key not in known:
             ids = torch.tensor([self.prompt])
             out = self.checkpoint.model.generate(

@@ -257,8 +257,8 @@ class TestEngine:
         off = 0.0
         with LLM(KEPT, dtype="float32", device="cpu", kv_cache_memory="64MiB", max_model_len=512) as llm:
             llm.engine.stored.is_worth = lambda tokens, nbytes: True  # whatever the machine is busy with
-            rng = random.Random("1/blend/1")
-            for made in [make_question(rng, Kind(), 1) for _ in range(40)][5::15]:
+            drawn = [(random.Random(f"1/blend/{hops}"), hops) for hops in (1, 2)]
+            for made in [make_question(rng, Kind(), hops) for rng, hops in drawn for _ in range(40)][5::15]:
                 case, first = make_case(model, made.chunks, made.ask, question=made), list[torch.Tensor]()
                 prompt = [[BOS, *made.chunks[0]], *map(Segment, made.chunks[1:]), list(made.ask)]
                 llm.warm(prompt[1:-1])

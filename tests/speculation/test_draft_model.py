@@ -197,6 +197,7 @@ def test_requests_run_together(make_llm: MakeLLM, models: Any) -> None:
     assert counts[1:3] == [4, 4]
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen3-next"])
 def test_prompts_run_in_parts(make_llm: MakeLLM, models: Any, kind: str) -> None:
     """A forward of the draft model has no more tokens than one of the engine."""

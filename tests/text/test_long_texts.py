@@ -266,7 +266,8 @@ def test_hostile_tokenizers_are_refused(
         assert tokenizer.encode("aaa") == spelled(**parts).encode("aaa").ids
 
 
-def test_hostile_tokenizers_are_refused_when_they_are_made() -> None:
+def test_hostile_tokenizers_are_refused_when_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer_process, "SECONDS", 1.0)
     for parts in (
         {"normalizer": DOUBLED},
         {"decoder": decoders.Replace("a", "b" * 1000)},
