@@ -184,7 +184,7 @@ def placed(plan: RecurrencePlan, states: torch.Tensor) -> tuple[StatePlaces, tor
     return StatePlaces(pool, sources, targets), pool.clone(), stay
 
 
-@pytest.mark.turns(12)
+@pytest.mark.turns(20)
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("decay", ["head", "column"])
 def test_states_are_read_and_written_in_their_pool(name: str, decay: str) -> None:

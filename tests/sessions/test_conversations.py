@@ -221,7 +221,7 @@ def run(
 @pytest.mark.product(8)
 @pytest.mark.parametrize("seed", range(4))
 def test_conversations(make_llm: MakeLLM, checkpoint: Checkpoint, seed: int, tmp_path: Path) -> None:
-    run(make_llm, checkpoint, seed, 60, tmp_path)
+    run(make_llm, checkpoint, seed, 40, tmp_path)
 
 
 @pytest.mark.slow

@@ -414,7 +414,7 @@ KINDS = ("llama", "gemma3", "mistral", "qwen3-next", "mamba2", "lfm2", "deepseek
 @pytest.mark.parametrize("kind", KINDS)
 def test_conversations(make_llm: MakeLLM, checkpoints: dict[str, Checkpoint], tmp_path: Path, kind: str) -> None:
     """Forks, rewinds, edits, scores, files, streams that are left, in a pool that is too small."""
-    converse(make_llm, checkpoints.get(kind) or make_family(kind, tmp_path / "model"), tmp_path, 0, 40)
+    converse(make_llm, checkpoints.get(kind) or make_family(kind, tmp_path / "model"), tmp_path, 0, 25)
 
 
 @pytest.mark.slow
