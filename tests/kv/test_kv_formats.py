@@ -152,6 +152,7 @@ SLOW = {
     "test_a_tree_of_five_forwards",
     "test_an_export_is_read_while_others_write",
     "test_chunks_of_up_to_four_windows",
+    "test_conversations",
     "test_damaged_files_are_misses",
     "test_every_chunking_of_twelve_tokens",
     "test_fork_and_pop_at_every_position",

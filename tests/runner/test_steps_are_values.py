@@ -241,7 +241,7 @@ HELD: dict[str, list[Callable[[Step], object]]] = {
 """What some step of a scenario has."""
 
 
-@pytest.mark.product(2)
+@pytest.mark.product(4)
 @pytest.mark.parametrize("scenario", SCENARIOS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_steps_run_in_another_process(
