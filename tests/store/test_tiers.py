@@ -12,9 +12,8 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from hypothesis import given, note, settings
+from hypothesis import given, note
 from hypothesis import strategies as st
-from tests.examples import examples
 from tests.store.oracle import KEYS, PARENTS, Oracle, shown
 from tests.store.servers import RedisServer
 
@@ -141,7 +140,6 @@ async def run(bed: Bed, random: Random) -> None:
 
 
 @pytest.mark.parametrize("name", BEDS)
-@settings(max_examples=examples(20, 40))
 @given(random=st.randoms(use_true_random=True))
 def test_operations(name: str, random: Random) -> None:
     with BEDS[name]() as bed:
