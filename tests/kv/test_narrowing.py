@@ -228,7 +228,7 @@ def test_layers_that_share_a_source() -> None:
     pair.end()
 
 
-@pytest.mark.product(2)
+@pytest.mark.turns(1)
 @pytest.mark.parametrize("form", ["absorbed", "expanded"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_latent_rows(backend: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
