@@ -14,7 +14,7 @@ from quire.base.config import ExecutorConfig, MemoryConfig
 from quire.build import EXECUTOR_FACTORY
 from quire.models import loading
 from quire.runner import pool_budget
-from quire.weights import late_parameters
+from quire.weights import lazy_parameters
 
 
 @pytest.mark.parametrize(("max_model_len", "page_size"), [(40, 16), (8, 16), (33, 32), (7, 1)])
@@ -46,7 +46,7 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("weights are read")
 
-    monkeypatch.setattr(late_parameters, "allocate", refuse)
+    monkeypatch.setattr(lazy_parameters, "allocate", refuse)
 
 
 @pytest.mark.usefixtures("no_weights")

@@ -242,7 +242,7 @@ def test_a_step_ahead_waits_for_nothing_but_its_tokens(gpu: LLM) -> None:
     requests = [one for seed in range(3) for one in engine.submit(np.array([5, 6, 7 + seed]), GREEDY)]
     for _ in range(5):
         engine.step()
-    assert engine.stepper.flights.last is not None
+    assert engine.stepper.in_flight.last is not None
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:

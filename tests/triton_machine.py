@@ -96,7 +96,7 @@ class CarriedRows(TritonRows):
     def gated(self, gate_up: Tensor, activation: ActivationName) -> Tensor:
         return super().gated(there(gate_up), activation).cpu()
 
-    def place_qkv(
+    def rope_and_write_kv(
         self,
         qkv_TC: Tensor,
         num_heads: int,
@@ -109,7 +109,7 @@ class CarriedRows(TritonRows):
         rows = there(view)
         turned = None if rotation is None else Rotation(*there(rotation[:2]), rotation.interleaved)
         weights = None if norms is None else HeadNormWeights(*there(norms[:2]), norms.eps)
-        found = super().place_qkv(there(qkv_TC), num_heads, turned, weights, rows, there(slots_T)).cpu()
+        found = super().rope_and_write_kv(there(qkv_TC), num_heads, turned, weights, rows, there(slots_T)).cpu()
         if HAS_CUDA:
             view.k.copy_(rows.k)
             view.v.copy_(rows.v)

@@ -32,7 +32,7 @@ from quire.contracts.linear import Quantization
 from quire.engine.assembly import make_engine
 from quire.engine.engine import Engine
 from quire.engine.named_adapters import NamedAdapters
-from quire.engine.step_draft import Limits
+from quire.engine.step_builder import Limits
 from quire.executor.executor import Executor
 from quire.executor.factory import Choices, Factory, check_flash, check_heads, check_length
 from quire.executor.reports import dtype_name

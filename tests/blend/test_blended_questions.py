@@ -23,7 +23,7 @@ from quire.blend.calibration import BlendQuality
 from quire.blend.scores import StatedScore, score_of
 from quire.engine import blending as blending_module
 from quire.engine.blending import ASKING, LEAD_TEXT, UNCALIBRATED, Blending, lead_text_of, start_of
-from quire.engine.step_draft import Scheduled
+from quire.engine.step_builder import ScheduledStep
 from quire.text.tokenizer import Tokenizer
 
 from .test_blending import (
@@ -50,7 +50,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str | None], list[
     found: list[tuple[list[str | None], list[int], list[Tensor]]] = []
     right = Blending.ran
 
-    def ran(self: Blending, scheduled: Scheduled, blend: BlendInputs, masks: Sequence[Any]) -> None:
+    def ran(self: Blending, scheduled: ScheduledStep, blend: BlendInputs, masks: Sequence[Any]) -> None:
         work, state = scheduled.requests[0].branch, self._runner.state
         assert work.seq is not None
         export, end = state.open_export(work.seq), work.computed + len(scheduled.step.chunks[0].tokens)

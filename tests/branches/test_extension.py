@@ -156,7 +156,7 @@ def test_a_chain_of_several_forwards_counts_as_one(llama: Tiny, made: MakePool) 
     assert new.end == 20
     keep(pool, [new], [3])
     require_length(pool, branch, PROMPT + 3)
-    pool.take_back(branch, 4)
+    pool.rollback(branch, 4)
     require_length(pool, branch, 4)
     assert_close(compute(pool, branch), expected_TV[4:PROMPT])
 
@@ -180,7 +180,7 @@ def test_a_prompt_finds_no_drafts_that_were_taken_back(llama: Tiny) -> None:  # 
     tokens = list(range(10, 30))
     branch = begun(pool, tokens)
     pool.share(branch, None, live=True)
-    pool.take_back(branch, 12)
+    pool.rollback(branch, 12)
     assert pool.cache.length(branch.seq) == 12
     assert pool.cache.find(np.array(tokens), None) == (branch.seq, 12)
 

@@ -105,7 +105,7 @@ def test_what_comes_before_the_first_inexact_token_is_exact() -> None:
         child.become(parent, length, None)
         assert child.origin == origin.cut(length)
         assert child.origin.exact == exact
-    parent.recede(4)
+    parent.truncate_computed(4)
     assert (parent.computed, parent.origin) == (4, origin)
-    parent.recede(3)
+    parent.truncate_computed(3)
     assert (parent.computed, parent.origin) == (3, Origin(private=True))

@@ -83,7 +83,7 @@ def test_what_is_not_copied_yet_is_copied_at_once(
     assert stored.ahead
     # Forks of what is still cached keep no pages from others.
     if not engine_of(llm).runner.state.recurrent_ids:
-        assert not stored.relieve()
+        assert not stored.drop_pending_writes()
     squeeze(llm)
     assert not stored.forks
     assert engine_of(llm).runner.state.empty()

@@ -362,7 +362,7 @@ def test_a_written_recurrent_state_is_not_run_again_by_the_executor(make_llm: Ma
         with pytest.raises(FailedPrecondition, match="was written into and cannot be computed again"):
             llm.executor.truncate_kv(cache, 20)
         assert cache.lengths == (40,)
-        cache.give_up_states()
+        cache.drop_spare_states()
         assert 39 in llm.executor.pool.state.checkpoints(cache.rows[0].seq), "where the session keeps what was written"
     llm.executor.truncate_kv(cache, 39)
     with pytest.raises(FailedPrecondition, match="written into"):

@@ -138,7 +138,7 @@ def test_checkpoints_of_an_executor_are_its_own(make_llm: MakeLLM, hybrid: Check
     runner.execute(Step(chunks=(Chunk(seq, random_tokens(30), checkpoints=(3, 20)),)))
     engine = engine_of(llm)
     assert engine.checkpoints is not None
-    while engine.checkpoints.give_up():
+    while engine.checkpoints.drop_one():
         pass
     assert engine.checkpoints.num_dropped > 0
     assert kept(llm, seq) == [3, 20]
@@ -220,7 +220,7 @@ def test_sessions_that_were_written_into_keep_their_states(make_llm: MakeLLM, hy
     assert session._state.seq is not None
     before = kept(llm, session._state.seq)
     assert before
-    while engine.checkpoints.give_up():
+    while engine.checkpoints.drop_one():
         pass
     assert kept(llm, session._state.seq) == before
 
@@ -313,7 +313,7 @@ def request(length: int, computed: int, seq: SeqId = 0, **changes: Any) -> Reque
 def test_what_saves_least_goes_first_and_of_equals_the_oldest() -> None:
     slots = Slots(-1, {1: [64, 128, 130], 2: [64, 128], 3: [10]})
     made, dropped = policy(slots, 64, {1: 1, 2: 0, 3: 2})
-    while made.give_up():
+    while made.drop_one():
         pass
     # 2 tokens; 10 tokens; then 64 each, of the sequence used longest ago first, where the second
     # now saves 128.
@@ -323,24 +323,24 @@ def test_what_saves_least_goes_first_and_of_equals_the_oldest() -> None:
 def test_states_of_others_are_never_given_up() -> None:
     slots = Slots(-1, {1: [64], 2: [32]})
     made, dropped = policy(slots, 32, {1: 0})
-    assert made.relieve([1], [1])
-    assert not made.relieve([1], [1])
+    assert made.free_state_slots([1], [1])
+    assert not made.free_state_slots([1], [1])
     assert dropped == [(1, 64)]
 
 
 def test_nothing_is_given_up_where_states_are_not_short() -> None:
     made, dropped = policy(Slots(0, {1: [64]}), 64, {1: 0})
-    assert not made.relieve([1], [1])
+    assert not made.free_state_slots([1], [1])
     assert not dropped
 
 
 def test_wishes_are_multiples_branches_and_never_the_beginning() -> None:
     made, _ = policy(Slots(100, {0: []}), 16, {})
-    assert made.wishes([request(100, 0, partings={0, 5, 40, 77})], [64]) == [(5, 16, 32, 40, 48, 64)]
+    assert made.wishes([request(100, 0, branch_points={0, 5, 40, 77})], [64]) == [(5, 16, 32, 40, 48, 64)]
     assert made.wishes([request(100, 15)], [1]) == [(1,)]
     assert made.wishes([request(100, 16)], [1]) == [()]
     made, _ = policy(Slots(100, {0: []}), 0, {})
-    assert made.wishes([request(100, 30, partings={31, 77})], [64]) == [(1, 47)]
+    assert made.wishes([request(100, 30, branch_points={31, 77})], [64]) == [(1, 47)]
     lonely = request(100, 0)
     lonely.branch.reusable = False
     assert made.wishes([lonely], [64]) == [()]
@@ -461,21 +461,21 @@ def states_free(llm: LLM) -> int:
 
 def test_many_alike_prompts_are_queued_quickly(make_llm: MakeLLM, hybrid: Checkpoint, monkeypatch: Any) -> None:
     """Comparisons grow with the number of prompts and not with its square."""
-    from quire.engine import partings
+    from quire.engine import branch_points
 
     llm = make_llm(hybrid, kv_cache_memory="4MiB")
     counted = [0]
-    compare = partings.common_prefix
+    compare = branch_points.common_prefix
 
     def counting(*given: Any) -> int:
         counted[0] += 1
         return compare(*given)
 
-    monkeypatch.setattr(partings, "common_prefix", counting)
+    monkeypatch.setattr(branch_points, "common_prefix", counting)
     engine = engine_of(llm)
     begin = random_tokens(40)
     for seed in range(100):
         engine.submit(np.array([*begin, *random_tokens(5, seed=seed)]), greedy(1))
-    assert counted[0] <= 100 * partings.COMPARED
+    assert counted[0] <= 100 * branch_points.COMPARED
     engine.fail_all(FailedPrecondition("enough"))
-    assert not engine.scheduler._partings
+    assert not engine.scheduler._branch_points

@@ -257,7 +257,7 @@ def fresh(bed: Bed) -> None:
 def assert_whole(bed: Bed, what: str) -> None:
     """All books are right, nothing is under way, and the session and the model go on as ever."""
     engine = engine_of(bed.llm)
-    engine.orphans.bury()  # what belongs to nobody any more
+    engine.finalizers.run_finalizers()  # what belongs to nobody any more
     assert not engine.requests.by_id, what
     assert engine.scheduler.idle, what
     executor = bed.llm.executor
@@ -394,7 +394,7 @@ def interrupted_at_random(bed: Bed, rounds: int, seed: int) -> int:
                 raise AssertionError(f"round {number}, {verb.__name__}: {error}") from error
             # What belongs to nobody any more goes with the next step or call, if its finaliser was
             # interrupted.
-            engine_of(bed.llm).orphans.bury()
+            engine_of(bed.llm).finalizers.run_finalizers()
             bed.llm.executor.pool.sweep()
             check(bed.llm)
             assert not bed.session._state.busy
@@ -600,7 +600,7 @@ def test_cancelled_tasks(model: Checkpoint, tmp_path: Path) -> None:
             cancelled = await each(llm)
             engine, state = llm.engine, llm.engine.runner.state
             await llm.reset_prefix_cache()
-            engine.orphans.bury()
+            engine.finalizers.run_finalizers()
             assert not engine.requests.by_id
             assert not engine.branches.sessions
             assert state.empty()

@@ -27,7 +27,7 @@ def pages_of(llm: LLM, sessions: Iterable[Session]) -> list[int]:
     state = engine.runner.state
     seqs = []
     for session in sessions:
-        found = (session._state.present.seq, session._state.way_back)
+        found = (session._state.present.seq, session._state.undo_fork)
         seqs += [seq for seq in found if seq is not None]
     counts = []
     for index in range(len(state.sequences.pools)):

@@ -14,7 +14,7 @@ from quire import LLM, FailedPrecondition, InvalidArgument, SamplingParams
 from quire.base.outputs import Logprob, RequestOutput
 from quire.engine.prompt_logprobs import PromptLogprobs
 from quire.engine.request_outputs import request_output
-from quire.engine.step_draft import ALL_LOGITS_CHUNK
+from quire.engine.step_builder import ALL_LOGITS_CHUNK
 
 PROMPT = random_tokens(40)
 

@@ -15,7 +15,7 @@ from quire.branches.prefix_cache import RadixCache
 from quire.engine.request import Request, Status
 from quire.engine.request_queues import RequestQueues
 from quire.engine.scheduler import Scheduler
-from quire.engine.step_draft import Limits, Scheduled
+from quire.engine.step_builder import Limits, ScheduledStep
 from quire.runner.local import Runner
 
 from .made_requests import MaskInTheMaking, made_request
@@ -67,7 +67,7 @@ class Pages:
                 self.lengths[seq] -= n
                 del self.held[seq][-(-self.lengths[seq] // self.SIZE) :]
 
-    def run(self, scheduled: Scheduled) -> None:
+    def run(self, scheduled: ScheduledStep) -> None:
         chunks = scheduled.step.chunks
         assert not self.missing_pages([chunk.seq for chunk in chunks], [len(chunk.tokens) for chunk in chunks])
         for chunk in chunks:
@@ -136,7 +136,7 @@ class World(BranchPool):
         self.scheduler.submit(request)
         return request
 
-    def step(self) -> Scheduled:
+    def step(self) -> ScheduledStep:
         scheduled = self.scheduler.schedule()
         self.pages.run(scheduled)
         for request, extension, chunk in zip(
@@ -168,7 +168,7 @@ class World(BranchPool):
             self.pages.apply(Remove(seq))
 
 
-def counts(scheduled: Scheduled) -> list[int]:
+def counts(scheduled: ScheduledStep) -> list[int]:
     return [len(chunk.tokens) for chunk in scheduled.step.chunks]
 
 

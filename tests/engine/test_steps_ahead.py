@@ -127,7 +127,9 @@ def run(llm: LLM, requests: list[dict[str, Any]]) -> list[Any]:
         if len(submitted) == len(requests) and not engine.has_work:
             break
     assert not engine.has_work
-    assert engine.stepper.flights.last is None or all(one.finished for one in engine.stepper.flights.last.drawing.ready)
+    assert engine.stepper.in_flight.last is None or all(
+        one.finished for one in engine.stepper.in_flight.last.drawing.ready
+    )
     found = []
     for number, one in enumerate(requests):
         for sample_ in submitted[number]:
@@ -252,10 +254,10 @@ def test_closed_while_a_step_is_under_way(make_llm: MakeLLM, llama: Checkpoint) 
         engine.step()
     session.close()
     check(llm)
-    assert engine.stepper.flights.last is not None
+    assert engine.stepper.in_flight.last is not None
     llm.close()
     assert request.output.finish_reason == "cancelled"
-    assert engine.stepper.flights.last is None
+    assert engine.stepper.in_flight.last is None
 
 
 # -- what is drawn ---------------------------------------------------------------------------------

@@ -754,7 +754,7 @@ def test_states_that_nobody_could_make_again_are_kept(hybrid: Hybrid, pair: tupl
     with ex.lock:
         cache.rows[0].mark = None
         ex.unload_lora(a)
-        cache.give_up_states()
+        cache.drop_spare_states()
         held = set(ex.pool.state.checkpoints(cache.rows[0].seq))
     assert held >= {12}
     assert not held & {4, 8}

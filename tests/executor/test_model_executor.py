@@ -375,7 +375,7 @@ def test_reclaim_is_asked_before_refusing(llama: Tiny) -> None:
     cached = [ex.prefill(prompt(some_ids(PAGE))).kv_cache for _ in range(2)]
 
     class Owner:
-        def give_up(self, rank: Rank) -> bool:
+        def reclaim_one(self, rank: Rank) -> bool:
             if rank is not Rank.IDLE or not cached:
                 return False
             ex.release_cache(cached.pop().cache_id)

@@ -229,7 +229,7 @@ class LooseSequences(list[int]):
 
     __hash__ = object.__hash__  # type: ignore[assignment]
 
-    def loose(self) -> list[int]:
+    def reclaimable(self) -> list[int]:
         return self
 
 

@@ -21,7 +21,7 @@ from quire.base.sampling_params import SamplingParams
 from quire.base.types import SeqId
 from quire.engine.assembly import make_engine
 from quire.engine.engine import Engine
-from quire.engine.step_draft import Limits
+from quire.engine.step_builder import Limits
 from quire.executor.executor import Executor
 from quire.executor.row_extension import extensions
 from quire.executor.running_calls import Operation
@@ -153,11 +153,11 @@ def test_a_call_that_asks_for_room_keeps_the_states_that_it_goes_back_to(hybrid:
     class Owner:
         """Another one, which has nothing to give up."""
 
-        def give_up(self, rank: Rank) -> bool:
+        def reclaim_one(self, rank: Rank) -> bool:
             asked.append(rank)
             return False
 
-        def loose(self) -> list[SeqId]:
+        def reclaimable(self) -> list[SeqId]:
             return []
 
     owner = Owner()
@@ -215,13 +215,13 @@ def test_each_cache_is_asked_once_for_its_states(hybrid: Hybrid, monkeypatch: py
     marks = sum(len(pool.state.checkpoints(handle.cache.rows[0].seq)) for handle in handles)
     assert marks == count
     kind, asked = type(handles[0].cache), []
-    give_up = kind.give_up_states
+    give_up = kind.drop_spare_states
 
     def counting(cache: Any) -> int:
         asked.append(cache.cache_id)
         return give_up(cache)
 
-    monkeypatch.setattr(kind, "give_up_states", counting)
+    monkeypatch.setattr(kind, "drop_spare_states", counting)
     with pool.lock:
         assert pool.missing_states(pool.available_states + count // 2) == 0
         # No more than it takes, of those first that were not used for longest.

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from quire.base.errors import InvalidArgument, ResourceExhausted
 from quire.base.sampling_params import SamplingParams
+from quire.executor.acceptance import accept_by_threshold, rejection_sample
 from quire.executor.executor import Executor
 from quire.executor.request_sampling import ParamsSampling, draw_from
-from quire.executor.speculation import judge_by_sampling, judge_by_threshold
 
 
 def test_full_partial_and_no_acceptance(tiny: Tiny, executor: Executor) -> None:
@@ -49,9 +49,9 @@ def test_threshold_rule_is_relative_and_monotone() -> None:
     drafts = [1, 0]
     expected = {0.0: 2, 0.2: 2, 0.33: 2, 0.34: 1, 0.59: 1, 0.61: 0, 1.0: 0}
     for threshold, count in expected.items():
-        assert judge_by_threshold(logits, drafts, threshold).accepted == count
+        assert accept_by_threshold(logits, drafts, threshold).accepted == count
     ties = torch.zeros(2, 3)
-    assert judge_by_threshold(ties, [2], 1.0).accepted == 1, "ties are accepted"
+    assert accept_by_threshold(ties, [2], 1.0).accepted == 1, "ties are accepted"
 
 
 class Given:
@@ -78,7 +78,7 @@ def test_exact_mode_has_the_target_distribution(rounds: int) -> None:
     sampling = Given(target, 3)
     for _ in range(rounds):
         drafted = draw_from(draft[0], sampling.uniform())
-        verdict = judge_by_sampling(torch.zeros(2, 4), [drafted], draft, sampling)
+        verdict = rejection_sample(torch.zeros(2, 4), [drafted], draft, sampling)
         assert verdict.next_probs is not None
         accepted += verdict.accepted
         counts[drafted if verdict.accepted else draw_from(verdict.next_probs[0], sampling.uniform())] += 1
@@ -92,7 +92,7 @@ def test_exact_mode_has_the_target_distribution(rounds: int) -> None:
 def test_equal_distributions_are_always_accepted() -> None:
     p = torch.tensor([[0.6, 0.4], [0.6, 0.4], [0.5, 0.5]])
     for seed in range(200):
-        verdict = judge_by_sampling(torch.zeros(3, 2), [0, 1], p[:2].double(), Given(p, seed))
+        verdict = rejection_sample(torch.zeros(3, 2), [0, 1], p[:2].double(), Given(p, seed))
         assert verdict.accepted == 2
         assert torch.equal(verdict.next_probs, p[2:])
 

@@ -29,9 +29,9 @@ from quire.base.errors import FailedPrecondition, InvalidArgument, NotFound, Qui
 from quire.base.sampling_params import SamplingParams
 from quire.branches.extension import path_to
 from quire.contracts.executor import DecodeInput, DecodeOutput
+from quire.executor.acceptance import accept_by_threshold, rejection_sample
 from quire.executor.executor import Executor
 from quire.executor.request_sampling import ParamsSampling, draw_from
-from quire.executor.speculation import judge_by_sampling, judge_by_threshold
 
 PARENTS = (-1, 0, 0, 1, 1, 2, -1, 6)
 
@@ -289,8 +289,8 @@ def test_threshold_takes_the_most_probable_child() -> None:
     logits = torch.tensor([[0.5, 0.3, 0.2], [0.2, 0.3, 0.5], [0.1, 0.8, 0.1], [0.3, 0.3, 0.4]]).log()
     drafts, parents = [1, 0, 2], [-1, -1, 1]
     for threshold, path in ((0.0, (1, 2)), (0.12, (1, 2)), (0.13, (1,)), (1.0, (1,))):
-        assert judge_by_threshold(logits, drafts, threshold, parents).path == path
-    assert judge_by_threshold(torch.zeros(3, 3), [2, 1], 1.0, [-1, -1]).path == (0,), "the first of equals"
+        assert accept_by_threshold(logits, drafts, threshold, parents).path == path
+    assert accept_by_threshold(torch.zeros(3, 3), [2, 1], 1.0, [-1, -1]).path == (0,), "the first of equals"
 
 
 class Fixed:
@@ -314,7 +314,7 @@ def test_several_tries_keep_the_target_distribution() -> None:
     rounds, counts, tries = 20_000, [0] * 4, [0] * 4
     for _ in range(rounds):
         drafted = [draw_from(draft, sampling.uniform()) for _ in range(3)]
-        verdict = judge_by_sampling(torch.zeros(4, 4), drafted, draft.expand(3, 4), sampling, [-1, -1, -1])
+        verdict = rejection_sample(torch.zeros(4, 4), drafted, draft.expand(3, 4), sampling, [-1, -1, -1])
         assert verdict.next_probs is not None
         tries[verdict.path[0] if verdict.path else 3] += 1
         first = drafted[verdict.path[0]] if verdict.path else draw_from(verdict.next_probs[0], sampling.uniform())

@@ -178,7 +178,9 @@ def launched() -> Iterator[tuple[str, Any, tuple[Any, ...], dict[str, Any]]]:
     norms = HeadNormWeights(weight_E[:128], weight_E[:128], 1e-5)
     pool = torch.zeros(2, 64, 8, 128, dtype=dtype)
     for given in (None, norms):
-        rows.place_qkv(torch.zeros(64, 48 * 128, dtype=dtype), 32, angles, given, PlainRows(*pool), torch.arange(64))
+        rows.rope_and_write_kv(
+            torch.zeros(64, 48 * 128, dtype=dtype), 32, angles, given, PlainRows(*pool), torch.arange(64)
+        )
     rows.copy_slots([pool], np.array([[0, 1], [2, 3]]))
     yield from recorded("rows")
     z_WV = torch.zeros(4, 151_936)

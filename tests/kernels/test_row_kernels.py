@@ -303,7 +303,11 @@ class Case:
             rotation = Rotation(rotation.cos_T1R[rows], rotation.sin_T1R[rows], rotation.interleaved)
         k, v = self.k_SHD.clone(), self.v_SHD.clone()
         slots = self.slots_T[rows]
-        return kernels.place_qkv(self.qkv_TC[rows], self.heads, rotation, self.norms, PlainRows(k, v), slots), k, v
+        return (
+            kernels.rope_and_write_kv(self.qkv_TC[rows], self.heads, rotation, self.norms, PlainRows(k, v), slots),
+            k,
+            v,
+        )
 
     def exact(self) -> tuple[Tensor, Tensor]:
         """Turned heads of q and k in float64, and the size of the terms of each."""

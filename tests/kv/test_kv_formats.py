@@ -270,7 +270,7 @@ def test_rows_are_placed_by_the_view(kernels: RowKernels | None) -> None:
     for format in (SwappedPairs(torch.float32), PlainFormat(torch.float32)):
         storage = PagedStorage([FULL], 12, format, CPU)
         qkv_TC = torch.randn(3, 4 * 3 + 2 * 3 + 2 * 5, generator=torch.Generator().manual_seed(3))
-        turned = kernels.place_qkv(qkv_TC, 4, None, None, storage.layers[0], torch.tensor([9, 2, 4]))
+        turned = kernels.rope_and_write_kv(qkv_TC, 4, None, None, storage.layers[0], torch.tensor([9, 2, 4]))
         found.append((turned, *storage.read(0, np.array([9, 2, 4]))))
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
     assert found[0][1].any()

@@ -420,10 +420,10 @@ def test_columns_that_stand_still_pass_to_the_bit(rows: int, interleaved: bool) 
     spec = RopeSpec(theta=1e4, rotary_dim=12, interleaved=interleaved, scaling="proportional", turning_dim=4)
     x = torch.randn(rows, 2, 12, generator=torch.Generator().manual_seed(0))
     out = turn(spec, x, torch.arange(10**7, 10**7 + rows))
-    turning = [0, 1, 2, 3] if interleaved else [0, 1, 6, 7]
-    still = [column for column in range(12) if column not in turning]
+    rope = [0, 1, 2, 3] if interleaved else [0, 1, 6, 7]
+    still = [column for column in range(12) if column not in rope]
     assert same_bits(out[..., still], x[..., still])
-    assert (out[..., turning] != x[..., turning]).any(-1).all()
+    assert (out[..., rope] != x[..., rope]).any(-1).all()
 
 
 @pytest.mark.turns(3)

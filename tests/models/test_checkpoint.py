@@ -16,7 +16,7 @@ from quire.base.errors import CheckpointError, InvalidArgument, QuireError, Reso
 from quire.models import loading
 from quire.models.families import FAMILIES
 from quire.models.loading import load_model
-from quire.weights import late_parameters
+from quire.weights import lazy_parameters
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.places import Place, expand, parameter_shapes
 from quire.weights.safetensors_files import INDEX_FILE, SINGLE_FILE, SafetensorsFiles, weight_files
@@ -31,7 +31,7 @@ def no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("memory was spent on a checkpoint that cannot be loaded")
 
-    monkeypatch.setattr(late_parameters, "allocate", refuse)
+    monkeypatch.setattr(lazy_parameters, "allocate", refuse)
 
 
 def edit_config(path: Path, **changes: Any) -> None:
@@ -222,7 +222,7 @@ def test_unknown_arguments_and_too_little_memory(single_file: Path, monkeypatch:
 
 def test_failed_allocation_is_resource_exhausted() -> None:
     with pytest.raises(ResourceExhausted, match="bytes for its weights on cpu"):
-        late_parameters.allocate({"weight": (1 << 30, 1 << 30)}, torch.float32, torch.device("cpu"))
+        lazy_parameters.allocate({"weight": (1 << 30, 1 << 30)}, torch.float32, torch.device("cpu"))
 
 
 @pytest.mark.turns(3)
@@ -269,7 +269,7 @@ def test_float_tensors_of_several_types_become_one(single_file: Path) -> None:
         values = json.loads((single_file / "config.json").read_text())
         family = FAMILIES.require("LlamaForCausalLM")
         config = family.read_config(values)
-        places = expand(family.spellings(config)[0], config.num_layers)
+        places = expand(family.name_tables(config)[0], config.num_layers)
         assert opened.dtype(places) == torch.bfloat16
     model = load_model(single_file, dtype="bfloat16")
     assert model.norm.weight.dtype == model.embedding.weight.dtype == torch.bfloat16

@@ -1,4 +1,4 @@
-"""config.json: both spellings, and everything that changes the computation is either read or
+"""config.json: both name_tables, and everything that changes the computation is either read or
 refused by name.
 """
 

@@ -32,7 +32,7 @@ from quire.models.sources import open_weights, read_config
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.gguf_blocks import BLOCKS, SIZES, TYPE_NAMES, GgufBlocks
 from quire.weights.gguf_container import GgufFile, open_gguf
-from quire.weights.late_parameters import LateParameters
+from quire.weights.lazy_parameters import LazyParameters
 from quire.weights.places import expand
 
 from . import conftest, test_deepseek, test_moe_families, test_recurrent_families
@@ -129,10 +129,10 @@ def parameters_of(path: Path) -> tuple[str, dict[str, Tensor]]:
     family = family_of(values)
     config = family.read_config(values, None)
     with Checkpoint(open_weights(path)) as checkpoint:
-        places = checkpoint.choose([expand(table, config.num_layers) for table in family.spellings(config)])
+        places = checkpoint.choose([expand(table, config.num_layers) for table in family.name_tables(config)])
         checkpoint.check(places, family.ignorable_names(config))
         device = torch.device("cpu")
-        weights = LateParameters(checkpoint, places, torch.float32, device, tqdm(disable=True))
+        weights = LazyParameters(checkpoint, places, torch.float32, device, tqdm(disable=True))
         return config.canonical(), {name: weights[name].clone() for name in weights}
 
 

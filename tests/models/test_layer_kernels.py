@@ -70,9 +70,9 @@ class CountedRows(NativeRows):
         self.calls["gated"] += 1
         return super().gated(*given)
 
-    def place_qkv(self, *given: Any) -> Tensor:
-        self.calls["place_qkv"] += 1
-        return super().place_qkv(*given)
+    def rope_and_write_kv(self, *given: Any) -> Tensor:
+        self.calls["rope_and_write_kv"] += 1
+        return super().rope_and_write_kv(*given)
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def check(case: Case, path: Path, kernels: CountedRows) -> None:
     # Sums in another order, through up to 7 layers: 840 units in the last place of float32 at 1.
     torch.testing.assert_close(found, logits, rtol=1e-4, atol=1e-4)
     if case.family not in OWN_NORMS and "Deepseek" not in case.family and case.family != "Mamba2":
-        assert kernels.calls["place_qkv"] >= DECODES
+        assert kernels.calls["rope_and_write_kv"] >= DECODES
     if case.family not in LAYER_NORMS:
         assert kernels.calls["rms_norm"] >= DECODES
     if case.family not in ("GptOss", "FalconH1", "Mamba2"):

@@ -35,7 +35,7 @@ MUTANTS = (
     ),
     Mutant(
         name="chunks-beyond-a-switch",
-        file="engine/step_draft.py",
+        file="engine/step_builder.py",
         old="            room = min(room, end - computed)",
         new="            pass",
         tests=("adapters/test_adapters.py::test_a_session_switches", "adapters/test_adapters.py::test_saved_histories"),

@@ -10,7 +10,7 @@ MUTANTS = (
     Mutant(
         name="ahead-nothing-is-taken-back",
         file="engine/requests.py",
-        old="        self.flights.withdraw(request)\n",
+        old="        self.in_flight.withdraw(request)\n",
         new="",
         tests=(f"{TESTS}::test_a_stop_is_seen_a_step_late",),
     ),
@@ -24,14 +24,14 @@ MUTANTS = (
     Mutant(
         name="ahead-what-was-taken-back-runs-ahead",
         file=STEPS,
-        old="        if any(not ready[row].finished for row in flight.drawing.void):\n            return",
+        old="        if any(not ready[row].finished for row in flight.drawing.discarded):\n            return",
         new="        if False:\n            return",
         tests=(f"{TESTS}::test_others_go_on_while_a_wide_nucleus_draws_again",),
     ),
     Mutant(
         name="ahead-random-numbers-are-lost",
         file=DRAWS,
-        old="self._samplers[row].take_back(self._uniforms.pop(row))",
+        old="self._samplers[row].rollback(self._uniforms.pop(row))",
         new="self._uniforms.pop(row)",
         tests=(f"{TESTS}::test_random_numbers_go_back_in_their_order",),
     ),
@@ -59,7 +59,7 @@ MUTANTS = (
     Mutant(
         name="ahead-a-failed-step-leaves-its-tokens",
         file=STEPS,
-        old="            for request in scheduled.requests:\n                self.branches.take_back(request.branch, request.branch.computed)\n            return\n",
+        old="            for request in scheduled.requests:\n                self.branches.rollback(request.branch, request.branch.computed)\n            return\n",
         new="            return\n",
         tests=(f"{TESTS}::test_a_step_ahead_that_fails_runs_again",),
     ),

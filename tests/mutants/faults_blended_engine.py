@@ -152,7 +152,7 @@ MUTANTS = (
     Mutant(
         name="rehearsed-rows-count-as-given",
         file="kv/state_pass.py",
-        old="        self._forward.chosen.take_back(layer_id, again)\n",
+        old="        self._forward.chosen.rollback(layer_id, again)\n",
         new="",
         tests=("kv/test_rehearsal.py::test_what_was_rehearsed_is_not_of_the_forward",),
     ),

@@ -81,7 +81,7 @@ MUTANTS = (
     Mutant(
         name="what-is-told-holds-for-ever",
         file="blend/executor.py",
-        old="self._forward, self._told = forward, None",
+        old="self._forward, self._requests = forward, None",
         new="self._forward = forward",
         tests=(f"{BLENDER}::test_what_is_told_holds_for_one_forward",),
     ),

@@ -43,7 +43,7 @@ MUTANTS = (
     Mutant(
         name="session-files-without-their-last-token",
         file="executor/serialized.py",
-        old="    if any(row.owed.size for row in saved):",
+        old="    if any(row.to_replay.size for row in saved):",
         new="    if False:",
         tests=("engine/test_bridge.py::test_files_of_both_are_read_by_both",),
     ),
@@ -127,7 +127,7 @@ MUTANTS = (
     Mutant(
         name="askers-give-up-their-own-states",
         file="runner/reclaim.py",
-        old="if giver is not asker or rank is Rank.ORPHANS",
+        old="if owner is not asker or rank is Rank.FINALIZERS",
         new="if rank in Rank",
         tests=("branches/test_giving_up.py::test_a_call_that_asks_gives_up_orphans_only",),
     ),

@@ -47,8 +47,8 @@ MUTANTS = (
     Mutant(
         name="forgotten-tasks-stay",
         file="blend/retriever.py",
-        old="partial(_told, weakref.ref(self))",
-        new="partial(_told, lambda: self)",
+        old="partial(_on_answer, weakref.ref(self))",
+        new="partial(_on_answer, lambda: self)",
         tests=(RETRIEVER + "test_a_forgotten_task_is_gone",),
     ),
     Mutant(

@@ -131,15 +131,15 @@ MUTANTS = (
     ),
     Mutant(
         name="reruns-drop-sessions",
-        file="engine/giving_up.py",
+        file="engine/reclaimed.py",
         old="return self.requests.yielding is None and self.branches.drop_idle()",
         new="return self.branches.drop_idle()",
         tests=("engine/test_idle_runs.py::test_it_takes_no_room_from_sessions",),
     ),
     Mutant(
         name="reruns-keep-their-room",
-        file="engine/giving_up.py",
-        old="(not self.flights.stepping and self.requests.end_yielding())",
+        file="engine/reclaimed.py",
+        old="not self.in_flight.stepping and self.requests.end_yielding()",
         new="False",
         tests=("engine/test_idle_runs.py::test_others_that_want_room_get_it",),
     ),

@@ -99,8 +99,8 @@ WINDOWS = (
     Mutant(
         name="sink-query-at-its-true-position",
         file="kv/state_pass.py",
-        old="return self._turn(q_THD, layer.turning, relative=True)",
-        new="return self._turn(q_THD, layer.turning, relative=False)",
+        old="return self._turn(q_THD, layer.rope, relative=True)",
+        new="return self._turn(q_THD, layer.rope, relative=False)",
         tests=("kv/test_window_values.py::test_against_a_cache_that_rotates_its_keys_anew",),
     ),
     Mutant(

@@ -88,14 +88,14 @@ INTERRUPTS = (
     Mutant(
         name="sessions-lost-to-the-garbage-collector",
         file="sessions/session.py",
-        old="            live.engine.orphans.watch(self, self._end)\n",
+        old="            live.engine.finalizers.watch(self, self._end)\n",
         new="",
         tests=("engine/test_interrupts.py::test_what_nobody_holds_any_more_is_ended_by_the_next_step",),
     ),
     Mutant(
         name="caches-lost-to-the-garbage-collector",
         file="executor/cache_rows.py",
-        old="        pool.orphans.watch(self, end)  # registered last, so that its callback runs first\n",
+        old="        pool.finalizers.watch(self, end)  # registered last, so that its callback runs first\n",
         new="",
         tests=("engine/test_interrupts.py::test_what_nobody_holds_any_more_is_ended_by_the_next_step",),
     ),
@@ -140,8 +140,8 @@ SESSIONS = (
     Mutant(
         name="fork-counts-what-a-window-lost",
         file="branches/pool.py",
-        old="child.recede(held)",
-        new="child.recede(min(parent.computed, held + 1))",
+        old="child.truncate_computed(held)",
+        new="child.truncate_computed(min(parent.computed, held + 1))",
         tests=("branches/test_extension.py::test_a_fork_computes_what_its_state_does_not_hold",),
     ),
     Mutant(
@@ -335,8 +335,8 @@ CHECKPOINTS = (
     Mutant(
         name="checkpoint-one-token-late",
         file="engine/checkpoints.py",
-        old="found = {position - start for position in request.seat.partings if start < position <= stop}",
-        new="found = {position - start + 1 for position in request.seat.partings if start < position < stop}",
+        old="found = {position - start for position in request.seat.branch_points if start < position <= stop}",
+        new="found = {position - start + 1 for position in request.seat.branch_points if start < position < stop}",
         tests=("engine/test_checkpoints.py::test_where_prompts_part_a_state_is_kept",),
     ),
     Mutant(
@@ -348,7 +348,7 @@ CHECKPOINTS = (
     ),
     Mutant(
         name="written-states-given-up",
-        file="engine/giving_up.py",
+        file="engine/reclaimed.py",
         old="        for seq in branches.written():\n            ages.pop(seq, None)\n",
         new="",
         tests=("engine/test_checkpoints.py::test_sessions_that_were_written_into_keep_their_states",),
@@ -356,7 +356,7 @@ CHECKPOINTS = (
     Mutant(
         name="branch-not-noted",
         file="engine/scheduler.py",
-        old="request.seat.partings.add(reuse.known)",
+        old="request.seat.branch_points.add(reuse.known)",
         new="pass",
         tests=("engine/test_checkpoints.py::test_where_prompts_part_a_state_is_kept",),
     ),
@@ -370,7 +370,7 @@ CHECKPOINTS = (
     Mutant(
         name="checkpoints-kept-when-a-step-needs-their-slots",
         file="engine/scheduler.py",
-        old="return self._checkpoints is not None and self._checkpoints.relieve(seqs, counts)",
+        old="return self._checkpoints is not None and self._checkpoints.free_state_slots(seqs, counts)",
         new="return False",
         tests=("engine/test_checkpoints.py::test_checkpoints_go_before_cached_sequences",),
     ),

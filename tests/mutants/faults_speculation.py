@@ -24,14 +24,14 @@ MUTANTS = (
     ),
     Mutant(
         name="drafts-behind-a-stop-stay",
-        file="engine/flights.py",
+        file="engine/in_flight.py",
         old="if ahead or request in self.reading.drafted:",
         new="if ahead:",
         tests=(f"{TESTS}::test_stops_cut_within_drafts",),
     ),
     Mutant(
         name="drafts-of-recurrent-layers-are-chains",
-        file="engine/step_draft.py",
+        file="engine/step_builder.py",
         old="        if draft and trees:\n",
         new="        if False:\n",
         tests=(f"{TESTS}::test_nothing_runs_twice",),

@@ -26,7 +26,7 @@ from quire.base.errors import InvalidArgument, QuireError, ResourceExhausted, Un
 from quire.base.types import Add, Chunk, Commit, Edit, Fork, Inputs, Pop, Remove, SetWindow, Step, TokenTree
 from quire.contracts.layers import Recurrent
 from quire.engine.assembly import make_engine
-from quire.engine.step_draft import Limits
+from quire.engine.step_builder import Limits
 from quire.kernels.attention.sdpa import SdpaAttention
 from quire.kernels.attention.triton_attention import TritonAttention
 from quire.kernels.recurrence.chunked import ChunkedRecurrence

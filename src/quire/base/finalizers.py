@@ -17,7 +17,7 @@ T = TypeVar("T")
 End = Callable[[], object]
 
 
-class Orphans:
+class FinalizerQueue:
     """Functions to call after an object is gone.
 
     The garbage collector may run at any time, also between two bytecodes of a finaliser. ``watch``
@@ -35,7 +35,7 @@ class Orphans:
         self._left: deque[End] = deque()
 
     def watch(self, owner: object, end: End) -> None:
-        """Let ``bury`` call ``end`` after ``owner`` is gone.
+        """Let ``run_finalizers`` call ``end`` after ``owner`` is gone.
 
         ``end`` must not reference the owner, and may be called twice.
         """
@@ -46,19 +46,19 @@ class Orphans:
         self._ends.pop(weakref.ref(owner), None)
 
     def leave(self, end: End) -> None:
-        """Call ``end`` now if no thread holds the lock, this one included; else ``bury`` calls
-        it."""
+        """Call ``end`` now if no thread holds the lock, this one included; else ``run_finalizers``
+        calls it."""
         if self._lock.is_parents:  # the resources belong to the parent process
             return
         self._left.append(end)
         if self._lock.owned or not self._lock.acquire(blocking=False):
             return
         try:
-            self.bury()
+            self.run_finalizers()
         finally:
             self._lock.release(deliver=False)
 
-    def bury(self) -> bool:
+    def run_finalizers(self) -> bool:
         """Call the functions of objects that are gone; return False if there was nothing to free.
 
         Call it under the lock.

@@ -152,9 +152,9 @@ class BlendCalibration:
     def refusal(self, ratio: float) -> str:
         """Return the reason why prompts are not blended at a ratio; empty: they are."""
         found = self.at(ratio)
-        return "" if found.passes(self.limits) else f"the model's calibration refuses it: {self.told(found)}"
+        return "" if found.passes(self.limits) else f"the model's calibration refuses it: {self.describe(found)}"
 
-    def told(self, found: BlendQuality) -> str:
+    def describe(self, found: BlendQuality) -> str:
         """Describe a quality beside its limits."""
         return (
             f"{self.probes} probes at a ratio of {found.ratio:g}, mean KL {found.mean_kl:.3g} nats (limit "

@@ -14,8 +14,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 
+from quire.blend.background_worker import BackgroundWorker
 from quire.blend.chunk_matching import KnownChunks
-from quire.blend.errands import Errands
 from quire.contracts.store import Blob, ObjectKey, ObjectKind
 from quire.store.memory import MemoryTier
 from quire.store.stack import Store
@@ -70,8 +70,8 @@ class ChunkCatalog:
         self._lists: OrderedDict[bytes, _List] = OrderedDict()
         self._changed = threading.Condition()
         """Guards all fields; notified of answers."""
-        self._asking, self._writing = Errands("quire-chunks"), Errands("quire-chunk-write")
-        self.loading = Errands("quire-chunk-load")
+        self._asking, self._writing = BackgroundWorker("quire-chunks"), BackgroundWorker("quire-chunk-write")
+        self.loading = BackgroundWorker("quire-chunk-load")
         """The thread on which tasks load layers ahead."""
         self._waiting = 0
         """Bytes that wait to be handed to the store."""

@@ -140,13 +140,13 @@ class TensorBlender:
         self._first = first_layer
         self._all_reduce = all_reduce
         self._tables: dict[tuple[RopeSpec, torch.device], RotaryTable] = {}
-        self._told: Sequence[BlendedRows | None] | None = None
+        self._requests: Sequence[BlendedRows | None] | None = None
         self._forward: _Forward | None = None
 
     def prepare(self, requests: Sequence[BlendedRows | None]) -> None:
         """Set the known facts about each request of the next forward; None: none. Without a call
         nothing is known of any."""
-        self._told = tuple(requests)
+        self._requests = tuple(requests)
 
     def blend(
         self,
@@ -240,7 +240,7 @@ class TensorBlender:
             forward.alive = forward.alive[kept]
         forward.selection, forward.layer_id = selection, layer_id
         if layer_id == self._first:
-            self._forward, self._told = forward, None
+            self._forward, self._requests = forward, None
         return BlendOutput(
             q=q,
             k=k,
@@ -257,7 +257,7 @@ class TensorBlender:
         if layer_id == self._first:
             counts = _checked_counts(query_start_loc)
             valid = _checked_mask(valid_mask, sum(counts))
-            requests = self._told if self._told is not None else (None,) * len(counts)
+            requests = self._requests if self._requests is not None else (None,) * len(counts)
             return _Forward(
                 starts=query_start_loc,
                 counts=counts,

@@ -241,8 +241,8 @@ class BlendedForward:
         try:
             pieces = source.pieces(layer)
         except Exception as error:
-            told = str(error) if isinstance(error, BlendLoadError) else f"layer {layer} of cached rows: {error}"
-            raise BlendLoadError(told, (chunk,)) from error
+            message = str(error) if isinstance(error, BlendLoadError) else f"layer {layer} of cached rows: {error}"
+            raise BlendLoadError(message, (chunk,)) from error
         found: list[tuple[RowsPiece, NDArray[np.int64]]] = []
         for piece in pieces:
             first, last = max(piece.start, one.start), min(piece.start + piece.k.shape[0], one.start + end - begin)

@@ -128,7 +128,7 @@ class ChunkTask(RowsTask):
         self._error: BlendLoadError | None = None
         self._closed = False
         for one in self._fetches:
-            one.answer.add_done_callback(partial(_told, weakref.ref(self)))
+            one.answer.add_done_callback(partial(_on_answer, weakref.ref(self)))
 
     def pieces(self, layer_id: int) -> list[RowsPiece]:
         """Return the rows of a layer, in order of ``start``; on the CPU without a copy. Waits and
@@ -320,7 +320,7 @@ class ChunkTask(RowsTask):
                 raise self._failed("; ".join(lost), list(lost.values()))
 
 
-def _told(task: weakref.ref[ChunkTask], answer: Future[Found | None]) -> None:
+def _on_answer(task: weakref.ref[ChunkTask], answer: Future[Found | None]) -> None:
     if (found := answer.result()) is not None and found.arriving is not None:
         found.arriving.tell(partial(_came, task))
     _came(task)

@@ -88,7 +88,7 @@ class Branch:
         """Return the adapters of the first ``length`` tokens; the base model for length 0."""
         return self.runs.cut(length) if length else BASE
 
-    def recede(self, length: int) -> None:
+    def truncate_computed(self, length: int) -> None:
         """Record that only the state of the first ``length`` tokens is left."""
         self.computed, self.origin = length, self.origin.cut(length)
 

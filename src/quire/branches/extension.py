@@ -4,7 +4,7 @@ Engine steps and executor calls extend branches alike. ``chunk`` makes a part of
 ``extend`` runs it, and ``keep`` decides: the first tokens count, or the path to a node of a tree,
 and the state of the others is taken back. So tokens of steps ahead, of executor calls and of trees
 are accepted or rejected here. The engine accepts drafts one by one as it draws tokens
-(``EngineSteps``), and rejects the others by ``BranchPool.take_back``.
+(``EngineSteps``), and rejects the others by ``BranchPool.rollback``.
 """
 
 from __future__ import annotations
@@ -112,6 +112,6 @@ def keep(pool: BranchPool, extensions: Sequence[Extension], counts: Sequence[int
             pool.apply(Commit((branch.seq,), (count,)))
             branch.computed = one.start + len(one.kept(count))
         elif count < ran:
-            branch.recede(pool.pop(branch.seq, one.end, one.start + count))
+            branch.truncate_computed(pool.pop(branch.seq, one.end, one.start + count))
         else:
             branch.computed = one.start + ran

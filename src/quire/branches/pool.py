@@ -72,7 +72,7 @@ class BranchPool(ABC):
         self.apply(Pop(seq, held - kept))
         return kept
 
-    def take_back(self, branch: Branch, length: int) -> None:
+    def rollback(self, branch: Branch, length: int) -> None:
         """Take back the state of a branch from token ``length`` on, drafts included. Its tokens
         stay; the remaining ones are left to run."""
         if branch.seq is None:
@@ -83,7 +83,7 @@ class BranchPool(ABC):
             kept = min(nodes, max(0, length - held))
             self.apply(Commit((branch.seq,), (kept - 1,)))
             held += kept
-        branch.recede(self.pop(branch.seq, held, length))
+        branch.truncate_computed(self.pop(branch.seq, held, length))
 
     def reach(self, branch: Branch, length: int, what: str = "") -> int:
         """Return the computed tokens that a branch keeps if it goes back to its first ``length``:
@@ -104,4 +104,4 @@ class BranchPool(ABC):
             child.seq, child.computed, child.origin, child.mark = None, 0, COMPUTED, None
             return
         child.seq = self.fork_of(parent.seq, held)
-        child.recede(held)
+        child.truncate_computed(held)

@@ -69,7 +69,7 @@ class SavedRow:
         return self.length if self.ids is None else self.ids.size
 
     @property
-    def owed(self) -> Ids:
+    def to_replay(self) -> Ids:
         """Token ids without state in the file."""
         return np.empty(0, dtype=np.int64) if self.ids is None else self.ids[self.length :]
 
@@ -176,7 +176,7 @@ def _saved_row(
     of_session: bool,
 ) -> SavedRow:
     length = 0 if sequence is None else int(sequence["length"])
-    ids = _ids(_of_row(found, "tokens", row, None), length, vocab_size, owed=of_session)
+    ids = _ids(_of_row(found, "tokens", row, None), length, vocab_size, to_replay=of_session)
     total = length if ids is None else ids.size
     what = "the state" if of_session else f"row {row} of the state"
     window = window_of(found) if of_session else None
@@ -207,12 +207,12 @@ def _inexact_from(found: Mapping[str, Any], row: int, length: int) -> int | None
     return None if exact else tokens or 0
 
 
-def _ids(listed: list[int] | None, length: int, vocab_size: int, *, owed: bool) -> Ids | None:
-    """Return a row's ids; None if they are not known. ``owed``: more than ``length`` are
+def _ids(listed: list[int] | None, length: int, vocab_size: int, *, to_replay: bool) -> Ids | None:
+    """Return a row's ids; None if they are not known. ``to_replay``: more than ``length`` are
     allowed."""
     if listed is None:
         return None
-    if len(listed) != length and not (owed and len(listed) > length):
+    if len(listed) != length and not (to_replay and len(listed) > length):
         raise DataLoss(
             f"the state file has the state of {length} tokens and names {len(listed)}; as many ids are expected"
         )

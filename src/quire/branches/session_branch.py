@@ -58,7 +58,7 @@ class SessionBranch(Branch):
     """The account for which it is pinned."""
     request: Work | None = None
     """The request that works on the sequence now."""
-    way_back: SeqId | None = None
+    undo_fork: SeqId | None = None
     """A fork of the sequence before that request, if nothing else brings that state back."""
     successor: SessionBranch | None = None
     """The branch that takes its place once it is computed."""

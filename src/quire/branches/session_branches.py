@@ -167,7 +167,7 @@ class SessionBranches(BranchPool):
             return
         kept, found = self.reach(session, length), self.found(session, length)
         if found is None or found[1] <= kept:
-            self.take_back(session, length)
+            self.rollback(session, length)
         else:
             self.continue_from(session, *found)
 
@@ -233,7 +233,7 @@ class SessionBranches(BranchPool):
         if session.seq is not None:
             self.remove(session.seq)
         session.seq = None
-        session.recede(0)
+        session.truncate_computed(0)
 
     def evict(self) -> bool:
         """Give up the cached sequence that was used longest ago; return whether there was any."""
@@ -293,7 +293,7 @@ class SessionBranches(BranchPool):
         given_up = session.computed - start
         self.tier.save(session)
         if start and session.seq is not None:
-            self.take_back(session, start)
+            self.rollback(session, start)
         else:
             self.drop(session)
         return given_up
@@ -308,7 +308,7 @@ class SessionBranches(BranchPool):
         self.drop(idle)
         return True
 
-    def loose(self) -> set[SeqId]:
+    def reclaimable(self) -> set[SeqId]:
         """Return the sequences that these two could give up."""
         found = set() if self.cache is None else set(self.cache.ages())
         return found | {one.seq for one in self.sessions.values() if one.droppable and one.seq is not None}
@@ -318,7 +318,7 @@ class SessionBranches(BranchPool):
         found = set()
         for session in self.sessions.values():
             if session.modified or session.mark is not None:
-                found |= {session.seq, session.way_back}
+                found |= {session.seq, session.undo_fork}
         return {seq for seq in found if seq is not None}
 
     def clear_cache(self) -> None:

@@ -15,7 +15,7 @@ class SpareStateOwner(Protocol):
 
     last_access: float | None
 
-    def give_up_states(self) -> int:
+    def drop_spare_states(self) -> int:
         """Drop recurrent states that only save work; return their number."""
         ...
 
@@ -57,10 +57,10 @@ def by_last_access(savers: Iterable[SpareStateOwner]) -> Iterator[SpareStateOwne
     return iter(sorted(savers, key=lambda saver: saver.last_access or 0.0))
 
 
-def give_up(savers: Iterator[SpareStateOwner], wanted: int) -> int:
+def drop(savers: Iterator[SpareStateOwner], wanted: int) -> int:
     """Let the next savers drop their states until ``wanted`` are gone; return their number. Fewer
     slots may become free, because other sequences may hold some of the states too."""
     found = 0
     while found < wanted and (saver := next(savers, None)) is not None:
-        found += saver.give_up_states()
+        found += saver.drop_spare_states()
     return found

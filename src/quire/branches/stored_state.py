@@ -260,7 +260,7 @@ class StoredState:
                 self.metrics.saved.inc(job.tokens)
         return bool(done)
 
-    def relieve(self) -> bool:
+    def drop_pending_writes(self) -> bool:
         """See ``Tier``."""
         return self._bury() or self._bury(cancel=self._holds_pages)
 
@@ -401,7 +401,7 @@ class StoredState:
         if (loading := next(iter(list(self._loads.values())), None)) is not None:
             loading.wait_until_near(seconds)
 
-    def settle(self, branch: Branch) -> Miss:
+    def finish_load(self, branch: Branch) -> Miss:
         """See ``Tier``."""
         loading = None if branch.seq is None else self._ended(branch.seq)
         if loading is None:

@@ -32,12 +32,13 @@ class Tier(Protocol):
     """Keeps copies of states, and loads them again."""
 
     open: Collection[SeqId]
-    """The sequences with a load that is running, or ended and not yet passed to ``settle``."""
+    """The sequences with a load that is running, or ended and not yet passed to ``finish_load``."""
     ahead: dict[SeqId, int]
     """The sequences that were saved ahead of an eviction, with their lengths then. Callers write
     it."""
     forks: set[SeqId]
-    """The forks that are kept until they are written, or until ``relieve`` gives them up."""
+    """The forks that are kept until they are written, or until ``drop_pending_writes`` gives them
+    up."""
 
     def save(self, branch: Branch) -> bool:
         """Copy out the state that a branch is about to lose, if that is worth it and fits. Return
@@ -81,7 +82,7 @@ class Tier(Protocol):
         """Return True if a load of the sequence is still running."""
         ...
 
-    def settle(self, branch: Branch) -> Miss:
+    def finish_load(self, branch: Branch) -> Miss:
         """End the load of a branch. On a failure return its reason; then the branch has no
         sequence, and ``computed`` is 0."""
         ...
@@ -94,7 +95,7 @@ class Tier(Protocol):
         """Return the number of a branch's first ``length`` tokens that could be loaded."""
         ...
 
-    def relieve(self) -> bool:
+    def drop_pending_writes(self) -> bool:
         """Give up forks that wait to be written; return False if there were none."""
         ...
 

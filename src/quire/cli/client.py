@@ -80,10 +80,10 @@ def failure(status: int, body: bytes) -> HttpFailure:
         message, param, code = str(found["message"]), found.get("param"), found.get("code")
     except (ValueError, LookupError, TypeError, AttributeError):
         message, param, code = body[:200].decode("utf-8", "replace").strip(), None, None
-    told = f"the server answered {status}: {message or 'without a reason'}"
+    shown = f"the server answered {status}: {message or 'without a reason'}"
     if status == 401:
-        told += "; api_key gives one (--api-key, or the environment variable QUIRE_API_KEY)"
-    return HttpFailure(told, status, param=param, code=code)
+        shown += "; api_key gives one (--api-key, or the environment variable QUIRE_API_KEY)"
+    return HttpFailure(shown, status, param=param, code=code)
 
 
 class EventParser:

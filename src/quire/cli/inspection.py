@@ -123,8 +123,8 @@ def _origin(found: Mapping[str, Any]) -> str:
         return _origin_of(found["exact"], found["exact_tokens"], found["modified"])
     count = len(found["sequences"])
     usual = {"exact": True, "exact_tokens": None, "modified": False}
-    told = list(map(_origin_of, *(found[name] or [value] * count for name, value in usual.items())))
-    return told[0] if len({*told}) == 1 else ", ".join(f"row {row} {one}" for row, one in enumerate(told))
+    describe = list(map(_origin_of, *(found[name] or [value] * count for name, value in usual.items())))
+    return describe[0] if len({*describe}) == 1 else ", ".join(f"row {row} {one}" for row, one in enumerate(describe))
 
 
 def _origin_of(exact: bool, exact_tokens: int | None, modified: bool) -> str:
@@ -161,17 +161,17 @@ def print_capabilities(found: Mapping[str, Any], own: Combination, *, as_json: b
     executor = None if found["executor"] is None else dataclasses.asdict(found["executor"])
     rules = rules_of(own)
     if as_json:
-        told = {name: found[name] for name in ("verbs", "engine_verbs", "engine", "notes", "blend_calibration")}
+        describe = {name: found[name] for name in ("verbs", "engine_verbs", "engine", "notes", "blend_calibration")}
         every = {title: {name: _as_json(cells) for name, cells in rows.items()} for title, rows in tables().items()}
         own_rules = {name: _as_json(cells) for name, cells in rules.items()}
-        whole = {"executor": executor, **told, "rules": {"kinds": own.kinds, **own_rules, "tables": every}}
+        whole = {"executor": executor, **describe, "rules": {"kinds": own.kinds, **own_rules, "tables": every}}
         print(json.dumps(whole, default=str))
         return
     for note in found["notes"]:
         print(note)
     if not found["engine_verbs"]["blending"]:
         document = found["blend_calibration"]
-        print(f"blending: {calibration_told(None if document is None else BlendCalibration.read(document))}")
+        print(f"blending: {calibration_line(None if document is None else BlendCalibration.read(document))}")
     if executor is not None:
         facts = [(name, _plain(value) + _TOLD.get(name, "")) for name, value in executor.items() if name != "refusals"]
         print_tables(folding_table("capability", "value", title="Executor", rows=facts))
@@ -186,13 +186,13 @@ def print_capabilities(found: Mapping[str, Any], own: Combination, *, as_json: b
     print("quire capabilities --all prints the table for every kind of model.")
 
 
-def calibration_told(found: BlendCalibration | None) -> str:
+def calibration_line(found: BlendCalibration | None) -> str:
     """Describe a calibration in a line."""
     if found is None:
         return "not calibrated (quire calibrate, or LLM.calibrate_blending)"
     usual = found.at(DEFAULT_RATIO)
     verdict = "on" if usual.passes(found.limits) else "off"
-    return f"{verdict}, checked at layer {found.layer}; {found.told(usual)}"
+    return f"{verdict}, checked at layer {found.layer}; {found.describe(usual)}"
 
 
 def print_calibration(found: BlendCalibration, *, kept: bool, as_json: bool) -> None:
@@ -222,7 +222,7 @@ def print_calibration(found: BlendCalibration, *, kept: bool, as_json: bool) -> 
         "cost",
     )
     print_tables(folding_table(*columns, rows=rows, title="Blended answers beside full computations"))
-    print(f"blending: {calibration_told(found)}")
+    print(f"blending: {calibration_line(found)}")
     if found.sampled:
         print("The model wrote these probes; texts like those of its use (--texts) tell more.")
     print("kept in the store" if kept else "not kept; give --state-dir or --store for later processes to use it")

@@ -50,7 +50,7 @@ class RowKernels(Protocol):
     def gated(self, gate_up: Tensor, activation: ActivationName) -> Tensor:
         """Map ``[..., 2F]``, gate first, to a fresh ``activation(gate) * up``, ``[..., F]``."""
 
-    def place_qkv(
+    def rope_and_write_kv(
         self,
         qkv_TC: Tensor,
         num_heads: int,

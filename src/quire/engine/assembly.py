@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from quire.base.finalizers import Orphans
+from quire.base.finalizers import FinalizerQueue
 from quire.base.interrupts import Lock
 from quire.base.metrics import EngineMetrics
 from quire.base.speculation import Speculation
@@ -20,17 +20,17 @@ from quire.engine.checkpoints import Checkpoints
 from quire.engine.decodes_ahead import DecodesAhead
 from quire.engine.drafts import Drafts
 from quire.engine.engine import Engine
-from quire.engine.flights import Flights
-from quire.engine.giving_up import EngineGiver, EngineSequences
+from quire.engine.in_flight import InFlightSteps
 from quire.engine.miss_search import MissSearch
 from quire.engine.pins import Pins, PrefixPins
+from quire.engine.reclaimed import EngineReclaim, EngineSequences
 from quire.engine.request_checks import RequestChecks
 from quire.engine.request_queues import RequestQueues
 from quire.engine.requests import Requests
 from quire.engine.sample_outputs import SampleOutputs
 from quire.engine.sampling_step import SamplingStep
 from quire.engine.scheduler import Scheduler
-from quire.engine.step_draft import Limits
+from quire.engine.step_builder import Limits
 from quire.engine.steps import EngineSteps
 from quire.engine.timeline import Timeline
 from quire.grammars.grammars import Grammars
@@ -70,7 +70,7 @@ def make_engine(
     )
     # What outlives a request.
     lock, metrics, past = Lock(), EngineMetrics(), PastPrefixes()
-    orphans = Orphans(lock)
+    finalizers = FinalizerQueue(lock)
     cache = RadixCache(state.nearest_reachable if state.forgets else None, past.note) if enable_prefix_caching else None
     stored = StoredState(runner) if stored is None else stored
     branches = SessionBranches(runner, cache=cache, tier=stored, metrics=metrics)
@@ -99,10 +99,10 @@ def make_engine(
     )
     # What runs them.
     timeline = Timeline(scheduler, stored, state, ends, metrics)
-    flights = Flights(branches)
+    in_flight = InFlightSteps(branches)
     requests = Requests(
         scheduler=scheduler,
-        flights=flights,
+        in_flight=in_flight,
         branches=branches,
         stored=stored,
         blending=blending,
@@ -116,11 +116,11 @@ def make_engine(
     stepper = EngineSteps(
         runner=runner,
         lock=lock,
-        orphans=orphans,
+        finalizers=finalizers,
         requests=requests,
         scheduler=scheduler,
         decodes_ahead=DecodesAhead(scheduler, state, checkpoints),
-        flights=flights,
+        in_flight=in_flight,
         sampling=sampling,
         branches=branches,
         stored=stored,
@@ -132,14 +132,14 @@ def make_engine(
         metrics=metrics,
         drafts=drafts,
     )
-    giver = EngineGiver(
+    giver = EngineReclaim(
         requests=requests,
-        flights=flights,
+        in_flight=in_flight,
         branches=branches,
         stored=stored,
         checkpoints=checkpoints,
         prefix_pins=prefix_pins,
-        orphans=orphans,
+        finalizers=finalizers,
     )
     runner.room.join(giver)
     return Engine(
@@ -148,7 +148,7 @@ def make_engine(
         eos_ids=ends,
         max_model_len=max_model_len,
         lock=lock,
-        orphans=orphans,
+        finalizers=finalizers,
         requests=requests,
         scheduler=scheduler,
         stepper=stepper,

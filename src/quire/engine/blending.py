@@ -53,7 +53,7 @@ logger = logging.getLogger("quire.engine")
 
 if TYPE_CHECKING:
     from quire.engine.request import Request
-    from quire.engine.step_draft import Scheduled
+    from quire.engine.step_builder import ScheduledStep
 
 
 DILUTION = 4
@@ -269,7 +269,7 @@ class Blending:
             nearest = min(found.ratios, key=lambda one: one.mean_kl)
             ratio = found.ratio_for(target)
             return (
-                f"no calibrated ratio has a mean KL of at most {target:g} nats: {found.told(nearest)}"
+                f"no calibrated ratio has a mean KL of at most {target:g} nats: {found.describe(nearest)}"
                 if ratio is None
                 else ratio
             )
@@ -482,7 +482,7 @@ class Blending:
 
     # -- steps -------------------------------------------------------------------------------------
 
-    def inputs(self, scheduled: Scheduled) -> BlendInputs | None:
+    def inputs(self, scheduled: ScheduledStep) -> BlendInputs | None:
         """Return the blending of a step; None: none."""
         if all(one.branch.blend is None for one in scheduled.requests):
             return None
@@ -494,7 +494,7 @@ class Blending:
             return None
         return BlendInputs(chunks, self.check_layer if self._runner.row_sources.executor is None else None)
 
-    def ran(self, scheduled: Scheduled, blend: BlendInputs, masks: Sequence[NDArray[np.bool_] | None]) -> None:
+    def ran(self, scheduled: ScheduledStep, blend: BlendInputs, masks: Sequence[NDArray[np.bool_] | None]) -> None:
         """Note the blended and the computed rows of a step, before its tokens count as computed.
         ``masks``: the rows of each chunk that did not run."""
         for request, chunk, left_out in zip(scheduled.requests, blend.chunks, masks, strict=True):
@@ -512,7 +512,7 @@ class Blending:
             self._metrics.blended_tokens.inc(int(left_out.sum()))
             self._metrics.recomputed_tokens.inc(int(anew.sum()))
 
-    def failed(self, scheduled: Scheduled, error: BlendLoadError) -> bool:
+    def failed(self, scheduled: ScheduledStep, error: BlendLoadError) -> bool:
         """Give up the chunks of the prompts whose rows did not come; the step runs again without.
         Return False if the error names no blended prompt."""
         works = [scheduled.requests[number].branch for number in error.requests if number < len(scheduled.requests)]

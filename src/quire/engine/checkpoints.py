@@ -82,7 +82,7 @@ class Checkpoints:
         if not request.branch.reusable:
             return ()
         start, stop = request.branch.computed, request.branch.computed + count
-        found = {position - start for position in request.seat.partings if start < position <= stop}
+        found = {position - start for position in request.seat.branch_points if start < position <= stop}
         if self.interval:
             found.update(
                 position - start
@@ -99,7 +99,7 @@ class Checkpoints:
         before = [] if seq is None else self._state.kept_positions(seq)
         return position - max((one for one in before if one < position), default=0)
 
-    def relieve(self, seqs: Sequence[SeqId], counts: Sequence[int]) -> bool:
+    def free_state_slots(self, seqs: Sequence[SeqId], counts: Sequence[int]) -> bool:
         """Give up checkpoints for the state slots that a forward lacks; return whether any was."""
         short = -self._state.spare_states(seqs, counts)
         if short <= 0:
@@ -107,7 +107,7 @@ class Checkpoints:
         victims = self._victims()
         return sum(self._drop(victims) for _ in range(short)) > 0
 
-    def give_up(self) -> bool:
+    def drop_one(self) -> bool:
         """Give up the checkpoint that saves least; says whether there was one."""
         return self._drop(self._victims())
 

@@ -14,7 +14,7 @@ from quire.branches.extension import Extension
 from quire.engine.checkpoints import Checkpoints
 from quire.engine.request import Request
 from quire.engine.scheduler import Scheduler
-from quire.engine.step_draft import Scheduled
+from quire.engine.step_builder import ScheduledStep
 
 if TYPE_CHECKING:
     from quire.contracts.kv_state import ModelState
@@ -37,7 +37,7 @@ class DecodesAhead:
         self._steps = 0
         """Steps in a row beside requests that wait for pages."""
 
-    def step(self, requests: Sequence[Request], running: int) -> Scheduled | None:
+    def step(self, requests: Sequence[Request], running: int) -> ScheduledStep | None:
         """Return the step of one more token of each of ``requests``; its chunks have token 0. None:
         the tokens are to be known first, for others might run beside them, or room must be made.
         ``running``: requests of the step before that have not ended."""
@@ -54,7 +54,7 @@ class DecodesAhead:
         extensions = tuple(Extension(one.branch, one.branch.computed, one.branch.runs) for one in requests)
         chunks = tuple(one.chunk(UNREAD, "last", positions) for one, positions in zip(extensions, kept, strict=True))
         scheduler.queues.shares.charge(Counter(request.asked.owner for request in requests))
-        return Scheduled(Step(chunks=chunks), tuple(requests), extensions)
+        return ScheduledStep(Step(chunks=chunks), tuple(requests), extensions)
 
     def _nobody_comes(self) -> bool:
         """Return whether no request waits, or none of the waiting could be admitted now."""

@@ -17,7 +17,7 @@ from quire.base.errors import QuireError
 from quire.base.metrics import EngineMetrics
 from quire.base.speculation import Speculation, SpeculationCounts
 from quire.engine.request import Request
-from quire.engine.step_draft import StepDraft
+from quire.engine.step_builder import StepBuilder
 from quire.speculation.controller import Controller, Trust
 from quire.speculation.proposer import Context, Draft, Proposer
 
@@ -81,7 +81,7 @@ class Drafts:
         """Return what speculation has done for a request."""
         return self._requests.setdefault(request, RequestDrafts())
 
-    def choose(self, batch: StepDraft, kept: Sequence[tuple[int, ...]] | None) -> list[tuple[int, ...]]:
+    def choose(self, batch: StepBuilder, kept: Sequence[tuple[int, ...]] | None) -> list[tuple[int, ...]]:
         """Return the drafts of each request of a step. ``kept``: per request, where recurrent
         states are kept."""
         found: list[tuple[int, ...]] = [()] * len(batch.requests)
@@ -116,7 +116,7 @@ class Drafts:
             notes.before = len(request.output.token_ids)
         return found
 
-    def _may(self, batch: StepDraft, index: int, kept: Sequence[tuple[int, ...]] | None) -> bool:
+    def _may(self, batch: StepBuilder, index: int, kept: Sequence[tuple[int, ...]] | None) -> bool:
         """Return whether a request of the step may have drafts."""
         request = batch.requests[index]
         output, params = request.output, request.params
@@ -178,7 +178,7 @@ class Drafts:
         text = "" if self._tokenizer is None else matcher.forced_text()
         return self._tokenizer.encode_inside(text) if self._tokenizer is not None and text else []
 
-    def _fitting(self, batch: StepDraft, able: Sequence[int], depths: Sequence[int], kept: int) -> list[int]:
+    def _fitting(self, batch: StepBuilder, able: Sequence[int], depths: Sequence[int], kept: int) -> list[int]:
         """Return the depths, or as much of them as there is room for: free pages, and half of the
         slots for recurrent states that the step leaves. ``kept``: slots that it keeps besides."""
         found, spare = list(depths), 0

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from quire.adapters.keys import AdapterKey, users
 from quire.base.errors import FailedPrecondition, InvalidArgument, QuireError
-from quire.base.finalizers import Orphans
+from quire.base.finalizers import FinalizerQueue
 from quire.base.hints import NO_HINTS, CacheHints, RequestHints
 from quire.base.interrupts import Lock, check
 from quire.base.media import NO_MEDIA, Media
@@ -36,11 +36,11 @@ from quire.engine import session_requests
 from quire.engine.blend_runs import BlendRuns
 from quire.engine.blending import Blending
 from quire.engine.checkpoints import Checkpoints
-from quire.engine.giving_up import EngineGiver
 from quire.engine.page_use import OWNERS, PageUse, page_use
 from quire.engine.pins import Pins, PrefixPins
 from quire.engine.prompt_blend import PromptBlend
 from quire.engine.prompt_logprobs import PromptLogprobs
+from quire.engine.reclaimed import EngineReclaim
 from quire.engine.request import (
     BACKGROUND,
     AskedFor,
@@ -80,7 +80,7 @@ class Engine:
     max_model_len: int
     lock: Lock
     """Its holder is not interrupted: signals take effect between steps."""
-    orphans: Orphans
+    finalizers: FinalizerQueue
     """Sessions and requests of unreferenced objects. The next step ends them."""
     requests: Requests
     scheduler: Scheduler
@@ -102,7 +102,7 @@ class Engine:
     checks: RequestChecks
     forgets: str
     """The reason why state at position ``{0}`` may have to be computed again, from ``{1}``."""
-    giver: EngineGiver
+    giver: EngineReclaim
     timeline: Timeline
     metrics: EngineMetrics
     wait: Callable[[Sequence[Request]], None] | None = None
@@ -369,7 +369,7 @@ class Engine:
         are requests that wait or run, and open sessions that continue under it or have tokens that
         would have to run under it again."""
         with self.lock:
-            self.orphans.bury()
+            self.finalizers.run_finalizers()
             self.requests.end_yielding()
             requests = [
                 request for samples in self.requests.by_id.values() for request in samples if not request.finished
@@ -407,7 +407,7 @@ class Engine:
     def snapshot(self) -> dict[str, float]:
         """Return all metrics by name, gauges as of now."""
         with self.lock:
-            self.orphans.bury()
+            self.finalizers.run_finalizers()
             metrics, state = self.metrics, self.runner.state
             metrics.num_requests_running.set(self.num_running)
             metrics.num_requests_waiting.set(self.num_waiting)
@@ -444,7 +444,7 @@ class Engine:
         with self.lock:
             for samples in list(self.requests.by_id.values()):
                 self.requests.end(samples)
-            self.stepper.flights.last = None
+            self.stepper.in_flight.last = None
             self.prefix_pins.clear()
             for session in list(self.branches.sessions.values()):
                 self.forget(session)

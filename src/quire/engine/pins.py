@@ -86,7 +86,7 @@ class Pins:
 
 
 def _sequences(session: SessionBranch) -> list[SeqId]:
-    return [seq for seq in (session.present.seq, session.way_back) if seq is not None]
+    return [seq for seq in (session.present.seq, session.undo_fork) if seq is not None]
 
 
 def _goal(session: SessionBranch) -> int:

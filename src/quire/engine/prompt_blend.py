@@ -72,7 +72,7 @@ class PromptBlend:
     divergence: float | None = None
 
     @property
-    def dilution(self) -> int:
+    def budget_factor(self) -> int:
         """See ``RequestBranch``."""
         if self.task is None:
             return 1

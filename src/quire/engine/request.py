@@ -140,18 +140,18 @@ class RequestBranch(Branch):
         return salt_of(self.key)
 
     @property
-    def dilution(self) -> int:
+    def budget_factor(self) -> int:
         """Tokens of it that count as one of a step's: most rows of a blended prompt do not run."""
-        return 1 if self.blend is None else self.blend.dilution
+        return 1 if self.blend is None else self.blend.budget_factor
 
     @property
     def next_adapter(self) -> int | None:
         """The adapter under which its next token runs."""
         return None if self.runs is BASE else self.runs.at(self.computed)
 
-    def recede(self, length: int) -> None:
+    def truncate_computed(self, length: int) -> None:
         """See ``Branch``. A prompt that goes back to its first token is blended anew later."""
-        Branch.recede(self, length)
+        Branch.truncate_computed(self, length)
         if self.blend is not None and not length:
             self.blend.end()
 
@@ -171,7 +171,7 @@ class Seat:
     """Where its state came from at the first admission, and why no more was found."""
     question: Any = None
     """The pending look-up of its tokens in the tiers; None: there is none, or it is of no use."""
-    partings: set[int] = field(default_factory=set)
+    branch_points: set[int] = field(default_factory=set)
     """Positions where other prompts part from this one, or where this one parted from others."""
     num_preemptions: int = 0
     short_since: int | None = None

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from quire.engine.key_shares import KeyShares
 from quire.engine.request import BACKGROUND, Request, Status
-from quire.engine.step_draft import Limits, StepDraft
+from quire.engine.step_builder import Limits, StepBuilder
 
 LAG = 4
 """Whole steps by which a key may be behind others that contend for steps with it."""
@@ -66,7 +66,7 @@ class RequestQueues:
         """Begin a step: note the keys whose prompts want its tokens, running requests included."""
         self.shares.contend({one.asked.owner for one in prompts}.union(self._waiting_of))
 
-    def turns(self, batch: StepDraft, barred: Collection[str], prompts: Sequence[Request] = ()) -> Iterator[Request]:
+    def turns(self, batch: StepBuilder, barred: Collection[str], prompts: Sequence[Request] = ()) -> Iterator[Request]:
         """Yield waiting requests, and running ``prompts``, in the order in which they get tokens.
         What the batch gives them counts for the next turn. Waiting ones of ``barred`` keys have
         none."""

@@ -14,7 +14,7 @@ from quire.base.errors import FailedPrecondition, InvalidArgument, QuireError
 from quire.base.metrics import EngineMetrics
 from quire.base.outputs import FinishReason
 from quire.engine import session_requests
-from quire.engine.flights import Flights
+from quire.engine.in_flight import InFlightSteps
 from quire.engine.request import Request
 from quire.engine.scheduler import Scheduler
 
@@ -37,7 +37,7 @@ class Requests:
     """All requests of one engine that are under way. The caller holds the engine's lock."""
 
     scheduler: Scheduler
-    flights: Flights
+    in_flight: InFlightSteps
     branches: SessionBranches
     stored: StoredState
     blending: Blending
@@ -146,7 +146,7 @@ class Requests:
         if request.finished:
             return
         branch, output = request.branch, request.output
-        self.flights.withdraw(request)
+        self.in_flight.withdraw(request)
         if output.matcher is not None:
             output.matcher.drop()
         output.finished_at = time.monotonic()
@@ -162,7 +162,7 @@ class Requests:
         if request.asked.capture is not None:
             self.blending.under_way.discard(request.asked.capture.key)
         # What has not come by now is computed when it is needed.
-        self.stored.settle(branch)
+        self.stored.finish_load(branch)
         if request.params is not None:
             self.metrics.request_success.inc(reason)
             self.metrics.e2e_request_latency.observe(output.finished_at - request.asked.arrival)

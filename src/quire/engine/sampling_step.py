@@ -46,7 +46,7 @@ class Drawing:
     is_read: bool = False
     redrawn: Collection[int] = ()
     """Rows that drew again when they were read: ``made`` had other tokens on the device."""
-    void: set[int] = field(default_factory=set)
+    discarded: set[int] = field(default_factory=set)
     """Rows whose tokens do not count, for they come behind a token that the request has not."""
 
     @property
@@ -61,7 +61,7 @@ class Drawing:
 
     def drop_row(self, row: int) -> None:
         """Let a row's token not count, and take back its random number."""
-        self.void.add(row)
+        self.discarded.add(row)
         if isinstance(self.made, Draws):
             self.made.drop([row])
 
@@ -126,10 +126,10 @@ class SamplingStep:
         if isinstance(made, Draws):
             drawing.redrawn = made.redrawn
         now, allowed = time.monotonic(), drawing.allowed
-        void = drawing.void | {row for row, request in enumerate(drawing.ready) if request.finished}
-        self.metrics.generation_tokens.inc(len(drawing.ready) - len(void))
+        discarded = drawing.discarded | {row for row, request in enumerate(drawing.ready) if request.finished}
+        self.metrics.generation_tokens.inc(len(drawing.ready) - len(discarded))
         for row, (request, token) in enumerate(zip(drawing.ready, drawn.token_ids, strict=True)):
-            if row in void or request.finished:
+            if row in discarded or request.finished:
                 continue
             matcher = request.output.matcher
             if allowed is not None and matcher is not None and request.branch.session is not None:

@@ -36,12 +36,12 @@ from quire.base.outputs import Miss
 from quire.base.token_history import common_prefix
 from quire.base.types import Remove, SeqId
 from quire.branches.prefix_cache import RadixCache
+from quire.engine.branch_points import BranchPoints
 from quire.engine.checkpoints import Checkpoints
 from quire.engine.miss_search import MissSearch
-from quire.engine.partings import Partings
 from quire.engine.request import BACKGROUND, Request, Status
 from quire.engine.request_queues import RequestQueues
-from quire.engine.step_draft import Failure, Limits, Scheduled, StepDraft, scheduled
+from quire.engine.step_builder import Failure, Limits, ScheduledStep, StepBuilder, scheduled
 
 if TYPE_CHECKING:
     from quire.branches.pool import BranchPool
@@ -90,7 +90,7 @@ class Scheduler:
         self._misses = misses
         self._drafts = drafts
         self._arrivals = 0
-        self._partings = Partings()
+        self._branch_points = BranchPoints()
         self._steps = 0
         self.num_preemptions = 0
         self.lacks_room = False
@@ -115,7 +115,7 @@ class Scheduler:
         self.lacks_room = False
         self._ask(request)
         if self._checkpoints is not None:
-            self._partings.note(request)
+            self._branch_points.note(request)
         self.queues.wait(request)
 
     def join(self, request: Request, leader: Request) -> None:
@@ -133,13 +133,13 @@ class Scheduler:
         request.seat.status = Status.FINISHED
         self.lacks_room = False
         if self._checkpoints is not None:
-            self._partings.forget(request)
+            self._branch_points.forget(request)
 
     @property
     def idle(self) -> bool:
         return not self.waiting and not self.running
 
-    def schedule(self) -> Scheduled:
+    def schedule(self) -> ScheduledStep:
         """Return the next step; without chunks if nothing can run."""
         self._settle()
         # Some decodes return to the queue after each token (beams). They wait for no prompt either.
@@ -147,7 +147,7 @@ class Scheduler:
             one.branch.seq is not None and one.branch.remaining == 1 and not one.seat.num_preemptions
             for one in self.waiting
         )
-        batch = StepDraft(self.limits.max_num_batched_tokens, pool=self._pool)
+        batch = StepBuilder(self.limits.max_num_batched_tokens, pool=self._pool)
         if coming:  # One token is left to a prompt: decodes may wait for its pages.
             batch.kept = min(coming, max(0, self.limits.max_num_seqs - self.queues.seated), batch.budget - 1)
         failed: list[Failure] = []
@@ -185,7 +185,7 @@ class Scheduler:
         drafts = self._drafts.choose(batch, kept)
         return scheduled(batch.requests, batch.counts, kept or repeat(()), failed, drafts, trees=self._drafts.are_trees)
 
-    def _fill(self, requests: Iterable[Request], batch: StepDraft) -> None:
+    def _fill(self, requests: Iterable[Request], batch: StepBuilder) -> None:
         """Add running requests to a step. More may run than it takes (samples of one prompt)."""
         for request in requests:
             if batch.budget < 1 or len(batch.requests) >= self.limits.max_num_seqs:
@@ -195,11 +195,11 @@ class Scheduler:
                 continue
             self._add(request, batch)
 
-    def _add(self, request: Request, batch: StepDraft) -> None:
+    def _add(self, request: Request, batch: StepBuilder) -> None:
         if count := self._count(request, batch):
             batch.add(request, count)
 
-    def _make_room(self, batch: StepDraft, failed: list[Failure]) -> set[str]:
+    def _make_room(self, batch: StepBuilder, failed: list[Failure]) -> set[str]:
         """Reclaim, then preempt, until running ones fit; return the keys that lost any."""
         lost: set[str] = set()
         while batch.requests and (missing := self._state.missing_pages(batch.seqs, batch.counts)):
@@ -225,7 +225,7 @@ class Scheduler:
 
     def _relieve(self, seqs: Sequence[SeqId], counts: Sequence[int]) -> bool:
         """Give up a checkpoint, if that is what is short."""
-        return self._checkpoints is not None and self._checkpoints.relieve(seqs, counts)
+        return self._checkpoints is not None and self._checkpoints.free_state_slots(seqs, counts)
 
     def _give_up(self, request: Request, missing: int, failed: list[Failure]) -> None:
         """Take a request that can never run out of its queue, and its state away."""
@@ -262,9 +262,9 @@ class Scheduler:
                 self._cache.remove(branch.seq)
             self._pool.apply(Remove(branch.seq))
         branch.seq = None
-        branch.recede(0)
+        branch.truncate_computed(0)
 
-    def _admit(self, turns: Iterator[Request], batch: StepDraft, failed: list[Failure], barred: set[str]) -> bool:
+    def _admit(self, turns: Iterator[Request], batch: StepBuilder, failed: list[Failure], barred: set[str]) -> bool:
         """Admit waiting requests, as far as there is room, and add running ones, in their turns;
         return whether the first one lacks pages. ``barred``: keys that have just lost a request."""
         lost, untried, short = frozenset(barred), True, False
@@ -310,7 +310,7 @@ class Scheduler:
         self,
         request: Request,
         victim: Request | None,
-        batch: StepDraft,
+        batch: StepBuilder,
         failed: list[Failure],
         barred: set[str],
     ) -> bool | None:
@@ -348,7 +348,7 @@ class Scheduler:
             self._add(request, batch)
         return True
 
-    def _shortage_beside_less(self, request: Request, batch: StepDraft, barred: set[str]) -> int:
+    def _shortage_beside_less(self, request: Request, batch: StepBuilder, barred: set[str]) -> int:
         """Preempt requests of keys that hold more, if that can help; return the remaining
         shortage."""
         waited = 0 if request.seat.short_since is None else self._steps - request.seat.short_since
@@ -368,11 +368,11 @@ class Scheduler:
         """Return the largest number of its tokens for a step; a sliding window sets it instead."""
         window = request.branch.window
         if window is None:
-            most = self.limits.max_num_batched_tokens * request.branch.dilution
+            most = self.limits.max_num_batched_tokens * request.branch.budget_factor
             return min(most, BACKGROUND_CHUNK) if request.seat.priority == BACKGROUND else most
         return max(1, self._state.largest_step(window.size, window.sink))
 
-    def _count(self, request: Request, batch: StepDraft) -> int:
+    def _count(self, request: Request, batch: StepBuilder) -> int:
         """Return the number of its tokens that the step may still take, all under one adapter."""
         if request.branch.remaining == 1 and request.output.wants != "all":
             return max(0, min(1, batch.budget))  # A stop and the end of an adapter's run are behind it.
@@ -426,7 +426,7 @@ class Scheduler:
         if self._checkpoints is not None and branch.computed < reuse.known:
             # Here this prompt parts from another: the next one with this beginning will find a
             # state.
-            request.seat.partings.add(reuse.known)
+            request.seat.branch_points.add(reuse.known)
         request.note_reuse()
 
     def _bring(self, request: Request, attached: bool) -> None:
@@ -466,12 +466,12 @@ class Scheduler:
         """End loads that are over."""
         if self._tier is not None and self._tier.open:
             for request in [one for one in self.running if not self._is_coming(one)]:
-                self.settle(request)
+                self.finish_load(request)
 
-    def settle(self, request: Request) -> None:
+    def finish_load(self, request: Request) -> None:
         """End the load of a running request, at once. If its state did not come, it waits again."""
         length = request.branch.computed
-        if self._tier is not None and (miss := self._tier.settle(request.branch)) is not Miss.NONE:
+        if self._tier is not None and (miss := self._tier.finish_load(request.branch)) is not Miss.NONE:
             request.note_lost(miss, length)
             self.queues.wait(request)
 

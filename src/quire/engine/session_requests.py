@@ -41,7 +41,7 @@ def begin(branches: SessionBranches, session: SessionBranch, request: Request) -
     work.shared, work.common = shared, common
     work.session, session.request = session, request
     if session.modified and session.seq is not None and (branches.state.forgets or session.window is not None):
-        session.way_back = branches.fork_of(session.seq)
+        session.undo_fork = branches.fork_of(session.seq)
     work.seq, work.computed, work.origin = session.seq, session.computed, session.origin
     request.seat.admitted = session.seq is not None
     reuse.count(session.computed)
@@ -72,7 +72,7 @@ def end(branches: SessionBranches, session: SessionBranch, request: Request) -> 
     session.request = None
     session.seq, work.seq = work.seq, None
     session.origin = work.origin
-    session.recede(work.computed if session.seq is not None else 0)
+    session.truncate_computed(work.computed if session.seq is not None else 0)
     if request.succeeded:
         count = len(work.tokens) if output.kept is None else request.asked.num_prompt + output.kept
         tokens = work.tokens.fork(count)
@@ -86,17 +86,17 @@ def end(branches: SessionBranches, session: SessionBranch, request: Request) -> 
         branches.drop(session)
     else:
         _return_to(branches, session, request, work.shared)
-        if session.modified and session.computed < len(session.tokens) - 1 and session.way_back is None:
+        if session.modified and session.computed < len(session.tokens) - 1 and session.undo_fork is None:
             # What was taken back was written by ``set_kv`` and cannot be computed again.
             session.truncate(session.computed)
             session.logits = None
             runs = runs_of_session(session.runs, session.computed, session.adapter)
             same = session.runs.agreed(runs, session.computed)
-            branches.take_back(session, same)
+            branches.rollback(session, same)
             session.runs = runs
-    if session.way_back is not None:
-        branches.remove(session.way_back)
-        session.way_back = None
+    if session.undo_fork is not None:
+        branches.remove(session.undo_fork)
+        session.undo_fork = None
     branches.hold(session)
     if branches.cache is None or session.seq is None or not session.computed:
         return
@@ -110,15 +110,15 @@ def end(branches: SessionBranches, session: SessionBranch, request: Request) -> 
 def _return_to(branches: SessionBranches, session: SessionBranch, request: Request, length: int) -> None:
     """Take back what is computed after ``length``. If a window has let go of what that needs,
     and the tokens cannot bring it back, use the fork made by ``begin``. It never refuses."""
-    way_back = session.way_back
-    if way_back is None or session.seq is None or session.computed <= length:
+    undo_fork = session.undo_fork
+    if undo_fork is None or session.seq is None or session.computed <= length:
         branches.rewind(session, length)
     elif branches.state.nearest_reachable(session.seq, length) == length:
-        branches.take_back(session, length)
+        branches.rollback(session, length)
     else:
         branches.remove(session.seq)
-        session.seq, session.way_back = way_back, None
-        session.computed = branches.state.sequence_length(way_back)
+        session.seq, session.undo_fork = undo_fork, None
+        session.computed = branches.state.sequence_length(undo_fork)
 
 
 def _note(session: SessionBranch, request: Request) -> None:

@@ -9,8 +9,8 @@ and sends them.
 Between two calls of ``step`` there is at most one step in flight, and all tokens that it ran are
 known. Only within ``step`` a second one begins before the tokens of the first one are read. It
 holds one more token of requests that continue for certain (``decodes_ahead``), and of requests that
-a stop may end: what ran of these is taken back (``Flights.withdraw``), and so is what came behind a
-token that was drawn again.
+a stop may end: what ran of these is taken back (``InFlightSteps.withdraw``), and so is what came
+behind a token that was drawn again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 
 from quire.base.blend_inputs import BlendInputs
 from quire.base.errors import BlendLoadError, FailedPrecondition, QuireError
-from quire.base.finalizers import Orphans
+from quire.base.finalizers import FinalizerQueue
 from quire.base.interrupts import Lock
 from quire.base.metrics import EngineMetrics
 from quire.base.outputs import Miss
@@ -38,14 +38,14 @@ from quire.engine.blend_runs import BlendRuns
 from quire.engine.blending import Blending
 from quire.engine.decodes_ahead import DecodesAhead
 from quire.engine.drafts import Drafts
-from quire.engine.flights import DraftRows, Flight, Flights
+from quire.engine.in_flight import DraftRows, InFlightStep, InFlightSteps
 from quire.engine.pins import PrefixPins
 from quire.engine.prompts import embeddings_of
 from quire.engine.request import Request
 from quire.engine.requests import Requests
 from quire.engine.sampling_step import Drawing, SamplingStep
 from quire.engine.scheduler import Scheduler
-from quire.engine.step_draft import Scheduled
+from quire.engine.step_builder import ScheduledStep
 from quire.engine.timeline import StepMark, Timeline
 from quire.grammars.grammars import Grammars
 from quire.runner.local import Runner, StepOutput
@@ -67,11 +67,11 @@ class EngineSteps:
 
     runner: Runner
     lock: Lock
-    orphans: Orphans
+    finalizers: FinalizerQueue
     requests: Requests
     scheduler: Scheduler
     decodes_ahead: DecodesAhead
-    flights: Flights
+    in_flight: InFlightSteps
     sampling: SamplingStep
     branches: SessionBranches
     stored: StoredState
@@ -96,12 +96,12 @@ class EngineSteps:
                 raise FailedPrecondition(
                     "a step is under way; a logits processor cannot run anything on its own engine"
                 )
-            self.orphans.bury()
+            self.finalizers.run_finalizers()
             self.prefix_pins.expire()
             changed = self.requests.end_cancelled()
-            self.flights.stepping = True
+            self.in_flight.stepping = True
             try:
-                flight, self.flights.last = self.flights.last, None
+                flight, self.in_flight.last = self.in_flight.last, None
                 scheduled = None
                 if flight is None:
                     began = time.monotonic()
@@ -112,20 +112,20 @@ class EngineSteps:
                     if scheduled.step.chunks:
                         flight = self._launched(scheduled, mark, changed)
                 if flight is not None:
-                    self.flights.reading = flight
+                    self.in_flight.reading = flight
                     self._run_ahead(flight)
                     changed += self._read(flight)
                 if self.stored.store is not None:
                     self.branches.save_ahead()
             except BaseException:
-                self.flights.repair(self.scheduler.running)
+                self.in_flight.repair(self.scheduler.running)
                 raise
             finally:
-                self.flights.stepping = False
+                self.in_flight.stepping = False
         self._rest(scheduled, changed)
         return changed
 
-    def _rest(self, scheduled: Scheduled | None, changed: list[Request]) -> None:
+    def _rest(self, scheduled: ScheduledStep | None, changed: list[Request]) -> None:
         """Wait, without the lock, for what keeps requests from running. ``scheduled``: the step
         that was scheduled; None: an earlier call did that."""
         if scheduled is None:
@@ -145,7 +145,7 @@ class EngineSteps:
 
     # -- a step, to the draw of its tokens ---------------------------------------------------------
 
-    def _launched(self, scheduled: Scheduled, mark: StepMark, changed: list[Request]) -> Flight | None:
+    def _launched(self, scheduled: ScheduledStep, mark: StepMark, changed: list[Request]) -> InFlightStep | None:
         """Run a step up to its draws. None: the step failed, and its requests have ended; or stored
         state did not arrive."""
         launched = time.monotonic()
@@ -169,21 +169,21 @@ class EngineSteps:
             changed += self._failed(scheduled, error)
             return None
 
-    def _failed(self, scheduled: Scheduled, error: Exception) -> list[Request]:
+    def _failed(self, scheduled: ScheduledStep, error: Exception) -> list[Request]:
         """End the requests of a step that failed."""
         for index, request in enumerate(scheduled.requests):
             if scheduled.draft(index) and not request.finished:
-                self.branches.take_back(request.branch, request.branch.computed)
+                self.branches.rollback(request.branch, request.branch.computed)
         reason = error if isinstance(error, QuireError) else QuireError(f"{type(error).__name__}: {error}")
         failed = [self.requests.fail(request, reason) for request in scheduled.requests if not request.finished]
-        self.flights.repair(self.scheduler.running)
+        self.in_flight.repair(self.scheduler.running)
         return failed
 
     def _count_step(self, output: StepOutput, mark: StepMark) -> None:
         self.metrics.steps.inc("captured" if output.captured else "plain")
         self.timeline.ran(mark)
 
-    def _forward(self, scheduled: Scheduled) -> StepOutput | None:
+    def _forward(self, scheduled: ScheduledStep) -> StepOutput | None:
         """Run the forward of a step. None: nothing has run, for what was to come did not come."""
         blend = self.blending.inputs(scheduled)
         try:
@@ -199,16 +199,16 @@ class EngineSteps:
             if self._lost_loads > MOST_LOST_LOADS:
                 raise
             for request in scheduled.requests:
-                self.scheduler.settle(request)
+                self.scheduler.finish_load(request)
             return None
         self._lost_loads = 0
         for request in scheduled.requests if self.stored.open else ():
-            self.scheduler.settle(request)
+            self.scheduler.finish_load(request)
         if blend is not None:
             self.blending.ran(scheduled, blend, output.left_out)
         return output
 
-    def _run(self, scheduled: Scheduled, blend: BlendInputs | None) -> StepOutput:
+    def _run(self, scheduled: ScheduledStep, blend: BlendInputs | None) -> StepOutput:
         """Run the forward of a step, with the embeddings of its placeholders."""
         embeddings = embeddings_of(
             request.branch.tokens.media.embeddings(chunk.tokens)
@@ -229,7 +229,7 @@ class EngineSteps:
         if asked.capture is not None and branch.seq is not None:
             asked.capture.ran(branch.seq, branch.computed)
 
-    def _drawn(self, scheduled: Scheduled, output: StepOutput, mark: StepMark, launched: float) -> Flight:
+    def _drawn(self, scheduled: ScheduledStep, output: StepOutput, mark: StepMark, launched: float) -> InFlightStep:
         """Hand out logits, fork the samples of finished prompts, and draw."""
         rows: list[int] = []
         ready: list[Request] = []
@@ -274,13 +274,13 @@ class EngineSteps:
             else:
                 rows += [stop - 1] * len(samples)
         if not ready:
-            return Flight(scheduled, Drawing([], NOTHING_DRAWN), mark, launched, changed)
+            return InFlightStep(scheduled, Drawing([], NOTHING_DRAWN), mark, launched, changed)
         logits_RV, first = output.logits_RV, output.known_maxima
         if rows != list(range(logits_RV.shape[0])):
             logits_RV = take_rows(logits_RV, rows)
             first = None if first is None else [first[row] for row in rows]
         drawing = self.sampling.draw(logits_RV, ready, first)
-        return Flight(scheduled, drawing, mark, launched, changed, drafted)
+        return InFlightStep(scheduled, drawing, mark, launched, changed, drafted)
 
     def _share_prompt(self, request: Request) -> None:
         """Let others fork a computed prompt from now on."""
@@ -307,14 +307,14 @@ class EngineSteps:
 
     # -- steps ahead -------------------------------------------------------------------------------
 
-    def _run_ahead(self, flight: Flight) -> None:
+    def _run_ahead(self, flight: InFlightStep) -> None:
         """Queue the step behind a flight whose tokens are not known, where that can be."""
         tokens_R, ready = flight.drawing.tokens_R, flight.drawing.ready
         if not self.runs_ahead or tokens_R is None or self.stored.open:
             return
         if flight.drafted or (self.drafts is not None and not self.drafts.may_run_ahead()):
             return
-        if any(not ready[row].finished for row in flight.drawing.void):
+        if any(not ready[row].finished for row in flight.drawing.discarded):
             return  # It continues with a token that this flight has not run.
         rows = [row for row, one in enumerate(ready) if not (one.finished or self.sampling.is_last(one))]
         going_on = [ready[row] for row in rows]
@@ -337,13 +337,13 @@ class EngineSteps:
         except Exception:
             logger.warning("a step ahead failed; its tokens run again behind those before them", exc_info=True)
             for request in scheduled.requests:
-                self.branches.take_back(request.branch, request.branch.computed)
+                self.branches.rollback(request.branch, request.branch.computed)
             return
         self._count_step(output, mark)
         self.metrics.steps_ahead.inc()
-        self.flights.last = Flight(scheduled, drawing, mark, launched, [])
+        self.in_flight.last = InFlightStep(scheduled, drawing, mark, launched, [])
 
-    def _read(self, flight: Flight) -> list[Request]:
+    def _read(self, flight: InFlightStep) -> list[Request]:
         """Wait for the tokens of a flight and take them in. Return the requests that got a token
         or ended in it."""
         scheduled, drawing = flight.scheduled, flight.drawing
@@ -354,24 +354,24 @@ class EngineSteps:
         except Exception as error:
             logger.exception("the tokens of a step of %d tokens did not come", scheduled.step.num_tokens)
             return flight.changed + self._failed(scheduled, error)
-        self.flights.reading = None
+        self.in_flight.reading = None
         now = time.monotonic()
         step, seconds = scheduled.step, now - max(flight.launched, self._read_at)
         self._read_at = now
         ended = bool(drawing.ready or flight.changed)
         self.branches.tier.ran(step.num_tokens, len(step.chunks), seconds, waited=ended)
         self.timeline.stepped(flight.mark, step.num_tokens, self.metrics.generation_tokens.value)
-        if self.drafts is not None and self.flights.last is None:
+        if self.drafts is not None and self.in_flight.last is None:
             # The costs of rows are those of steps without prompts.
             decodes = len(step.chunks) if len(drawing.ready) == len(step.chunks) else 0
             rows = decodes + sum(map(len, scheduled.drafts))
             if rows == step.num_tokens:
                 self.drafts.ran(rows, decodes, time.monotonic() - flight.launched)
-        if self.flights.last is not None:
-            self._count_ahead(self.flights.last, {drawing.ready[row] for row in drawing.redrawn})
+        if self.in_flight.last is not None:
+            self._count_ahead(self.in_flight.last, {drawing.ready[row] for row in drawing.redrawn})
         return flight.changed + drawing.ready
 
-    def _take_drafts(self, flight: Flight) -> None:
+    def _take_drafts(self, flight: InFlightStep) -> None:
         """Draw behind the drafts that are the tokens drawn, one after the other; take back the
         others. The first tokens are taken in."""
         assert self.drafts is not None
@@ -388,7 +388,7 @@ class EngineSteps:
             number += 1
         for request in flight.drafted:
             if not request.finished:
-                self.branches.take_back(request.branch, request.branch.computed)
+                self.branches.rollback(request.branch, request.branch.computed)
 
     def _is_accepted(self, request: Request, drafts: Sequence[int], number: int) -> bool:
         """Return whether the token that a request has drawn last is its draft of this number, and
@@ -401,7 +401,7 @@ class EngineSteps:
             self.drafts.verified(request)
         return False
 
-    def _count_ahead(self, flight: Flight, redrawn: set[Request]) -> None:
+    def _count_ahead(self, flight: InFlightStep, redrawn: set[Request]) -> None:
         """Count the tokens that a step ahead has run, now that they are known. It ran another token
         of ``redrawn`` requests, which is taken back."""
         going_on = 0
@@ -415,4 +415,4 @@ class EngineSteps:
             going_on += 1
         self.metrics.tokens_withdrawn.inc(len(flight.drawing.ready) - going_on)
         if not going_on:
-            self.flights.last = None
+            self.in_flight.last = None

@@ -24,7 +24,7 @@ from quire.engine.view_budget import ViewBudget
 if TYPE_CHECKING:
     from quire.base.metrics import EngineMetrics
     from quire.engine.request import Request
-    from quire.engine.step_draft import Scheduled
+    from quire.engine.step_builder import ScheduledStep
 
 STEPS = 2048
 """Steps that are kept."""
@@ -194,7 +194,7 @@ class Timeline:
         self._lanes_of: Counter[str] = Counter()
         self.preempted: Counter[str] = Counter()
         """Preemptions so far by API key."""
-        self._told: Counter[str] = Counter()
+        self._reported: Counter[str] = Counter()
         """The preemptions that steps have counted."""
         self.count = 0
         """Steps so far."""
@@ -230,7 +230,7 @@ class Timeline:
                     request,
                 )
 
-    def scheduled(self, scheduled: Scheduled, began: float, *, ahead: bool = False) -> StepMark:
+    def scheduled(self, scheduled: ScheduledStep, began: float, *, ahead: bool = False) -> StepMark:
         """Note the chunks of a step whose scheduling began at ``began`` (monotonic time).
         ``ahead``: it has decodes only, whose tokens are not known yet."""
         now = time.monotonic() - self._zero
@@ -334,7 +334,7 @@ class Timeline:
         waiting = Counter(one.asked.owner for one in self._queues.waiting)
         shares = {}
         for owner, tokens in tokens_of.items():
-            preempted, self._told[owner] = self.preempted[owner] - self._told[owner], self.preempted[owner]
+            preempted, self._reported[owner] = self.preempted[owner] - self._reported[owner], self.preempted[owner]
             shares[owner] = StepShare(
                 tokens, decodes[owner], generated[owner], running[owner], waiting[owner], preempted
             )

@@ -7,7 +7,7 @@ from typing import Protocol
 from weakref import WeakValueDictionary
 
 from quire.base.errors import FailedPrecondition, QuireError, ResourceExhausted
-from quire.base.finalizers import Orphans
+from quire.base.finalizers import FinalizerQueue
 from quire.base.interrupts import Lock
 from quire.base.types import AdapterRuns, SeqId
 from quire.branches import spare_states
@@ -59,7 +59,7 @@ class CachePool(BranchPool):
         """Number of replayed tokens in completed calls."""
         self._runner: Runner | None = runner
         # The closure holds the state but not this pool, so that the pool's memory can be freed.
-        self.orphans = Orphans(lock, lambda: not state.forward_is_open)
+        self.finalizers = FinalizerQueue(lock, lambda: not state.forward_is_open)
         self.operations = Operations()
         """The running calls, of the executor and of handles."""
         self.broken = ""
@@ -125,20 +125,21 @@ class CachePool(BranchPool):
         if self.facts.recurrent_ids:
             # One for the row's present state and one for the state after its next token.
             needed[-1] = min(2, tokens)
-        free = self.state.free_pages(self.runner.room.loose())
+        free = self.state.free_pages(self.runner.room.reclaimable())
         return all(rows * pages <= there for pages, there in zip(needed, free, strict=True))
 
-    def give_up(self, rank: Rank) -> bool:
-        """See ``Giver``."""
+    def reclaim_one(self, rank: Rank) -> bool:
+        """See ``SequenceOwner``."""
         if self._runner is None or self.state.forward_is_open:
             return False
-        if rank is Rank.ORPHANS:
+        if rank is Rank.FINALIZERS:
             return self.sweep()
         short = rank is Rank.SCARCE_STATES and spare_states.are_short(self.state)
-        return short and spare_states.give_up(spare_states.by_last_access(self.caches.values()), 1) > 0
+        return short and spare_states.drop(spare_states.by_last_access(self.caches.values()), 1) > 0
 
-    def loose(self) -> Collection[SeqId]:
-        """See ``Giver``. Empty: sequences of orphans are freed before they could count."""
+    def reclaimable(self) -> Collection[SeqId]:
+        """See ``SequenceOwner``. Empty: sequences of objects that are gone are freed before they
+        could count."""
         return ()
 
     def missing_pages(
@@ -172,7 +173,7 @@ class CachePool(BranchPool):
         never = not self.facts.recurrent_ids or needed > self.state.pool_sizes()[-1]
         caches = spare_states.by_last_access(self.caches.values())
         while (missing := needed - self.available_states) > 0:
-            if never or not (spare_states.give_up(caches, missing) or self.make_room()):
+            if never or not (spare_states.drop(caches, missing) or self.make_room()):
                 return missing
         return 0
 
@@ -230,7 +231,7 @@ class CachePool(BranchPool):
     def sweep(self) -> bool:
         """Remove the sequences of caches that were garbage collected; return False if there were
         none. Call it under the lock."""
-        return self.orphans.bury()
+        return self.finalizers.run_finalizers()
 
     def close(self) -> None:
         """Release all caches and the runner."""

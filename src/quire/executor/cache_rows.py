@@ -64,9 +64,9 @@ class CacheRows:
         self.released = False
         pool.caches[self.cache_id] = self
         end = partial(pool.free, rows)
-        self._finalizer = weakref.finalize(self, pool.orphans.leave, end)
+        self._finalizer = weakref.finalize(self, pool.finalizers.leave, end)
         self._finalizer.atexit = False
-        pool.orphans.watch(self, end)  # registered last, so that its callback runs first
+        pool.finalizers.watch(self, end)  # registered last, so that its callback runs first
 
     @classmethod
     def create(cls, pool: CachePool, batch_size: int, capacity: int, dynamic: bool) -> Self:
@@ -209,7 +209,7 @@ class CacheRows:
         are free."""
         row.mark = spare_states.mark(self.pool.runner, row.seq, row.mark)
 
-    def give_up_states(self) -> int:
+    def drop_spare_states(self) -> int:
         """Drop recurrent states that only save work; return their number.
 
         These are the states in verified chains, at marks, and at all positions that a replay of

@@ -44,12 +44,12 @@ def copy_of(cache: C, lengths: Sequence[int], operation: Operation) -> C:
     pool = cache.pool
     cache.commit_chains()
     origins = [replay_start(pool, row, n, operation.verb) for row, n in zip(cache.rows, lengths, strict=True)]
-    owed = [row.tokens.ids[begin:end] for row, begin, end in zip(cache.rows, origins, lengths, strict=True)]
+    to_replay = [row.tokens.ids[begin:end] for row, begin, end in zip(cache.rows, origins, lengths, strict=True)]
     copy = cache.copy_of(origins)
     if tuple(origins) == tuple(lengths):
         return copy
     try:
-        run_owed(copy, owed, [row.runs for row in cache.rows], operation)
+        run_replays(copy, to_replay, [row.runs for row in cache.rows], operation)
     except BaseException:
         copy.release()
         raise
@@ -57,14 +57,14 @@ def copy_of(cache: C, lengths: Sequence[int], operation: Operation) -> C:
     return copy
 
 
-def run_owed(cache: CacheRows, owed: Sequence[Ids], runs: Sequence[AdapterRuns], operation: Operation) -> None:
-    """Extend row i by ``owed[i]``, each token under its adapter in ``runs[i]``. On an error no row
-    is changed."""
-    pool, origins, counts = cache.pool, cache.lengths, [ids.size for ids in owed]
+def run_replays(cache: CacheRows, to_replay: Sequence[Ids], runs: Sequence[AdapterRuns], operation: Operation) -> None:
+    """Extend row i by ``to_replay[i]``, each token under its adapter in ``runs[i]``. On an error no
+    row is changed."""
+    pool, origins, counts = cache.pool, cache.lengths, [ids.size for ids in to_replay]
     parts = extensions(cache, origins, counts)
     for part, history in zip(parts, runs, strict=True):
         part.new.runs = history
     forwards = packed(pool, parts, origins, counts, pool.facts.chunk_size)
     with Transaction(pool, parts, operation, several=True, forwards=forwards) as work:
-        work.run(owed, ["none"] * len(owed), budget=pool.facts.chunk_size)
+        work.run(to_replay, ["none"] * len(to_replay), budget=pool.facts.chunk_size)
         work.commit()

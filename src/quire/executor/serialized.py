@@ -26,7 +26,7 @@ from quire.branches.saved_rows import (
     row_prefix,
 )
 from quire.executor.cache_rows import CacheRows
-from quire.executor.rewinding import run_owed
+from quire.executor.rewinding import run_replays
 from quire.executor.row import Row
 from quire.executor.running_calls import Operation
 from quire.kv import exchange, sequencefile
@@ -80,7 +80,7 @@ def load(cache: CacheRows, data: bytes | bytearray | memoryview, *, convert_dtyp
         saved = _check(cache, file, convert_dtype)
         fresh = _import_rows(cache, file, saved)
     cache.pool.note_adapters([row.runs for row in saved])
-    if any(row.owed.size for row in saved):
+    if any(row.to_replay.size for row in saved):
         _run_owed(cache, fresh, saved, operation)
     else:
         cache.replace_content(fresh)
@@ -93,7 +93,7 @@ def _run_owed(cache: CacheRows, fresh: list[Row], saved: Sequence[SavedRow], ope
     cache is unchanged."""
     loaded = CacheRows(cache.pool, fresh, capacity=cache.pool.max_model_len, dynamic=False)
     try:
-        run_owed(loaded, [row.owed for row in saved], [row.runs for row in saved], operation)
+        run_replays(loaded, [row.to_replay for row in saved], [row.runs for row in saved], operation)
     except BaseException:
         loaded.release()
         raise

@@ -59,18 +59,18 @@ class Transaction:
         operation: Operation,
         *,
         several: bool = False,
-        aside: bool = False,
+        on_forks: bool = False,
         forwards: Iterable[Sequence[Piece]] | None = None,
-        path_if_room: bool = False,
-        comes_back: bool = False,
+        tree_if_room: bool = False,
+        may_retry: bool = False,
     ) -> None:
         """Prepare to extend ``parts``.
 
-        ``several``: there may be more than one forward. ``aside``: run on forks only, and leave by
-        ``set_aside``. ``forwards``: how they will divide the tokens (None: one of all), by which
-        recurrent states are counted. ``path_if_room``: a chain becomes a tree of one path
+        ``several``: there may be more than one forward. ``on_forks``: run on forks only, and leave
+        by ``set_aside``. ``forwards``: how they will divide the tokens (None: one of all), by which
+        recurrent states are counted. ``tree_if_room``: a chain becomes a tree of one path
         (``Extension.parents``) if there are free slots for the recurrent states behind all of its
-        tokens. ``comes_back``: the caller may leave without ``commit`` and begin again at the same
+        tokens. ``may_retry``: the caller may leave without ``commit`` and begin again at the same
         starts, which the rows must hold then.
         """
         self.pool = pool
@@ -78,10 +78,10 @@ class Transaction:
         self.parts = list(parts)
         self.operation = operation
         self.several = several
-        self.aside = aside
+        self.on_forks = on_forks
         self._forwards = forwards
-        self._path_if_room = path_if_room
-        self._comes_back = comes_back
+        self._tree_if_room = tree_if_room
+        self._may_retry = may_retry
         self._needed = 0
         """Slots for recurrent states that the call takes."""
         self._given_up: list[RowExtension] = []
@@ -103,11 +103,11 @@ class Transaction:
         self.pool.note_adapters([part.new.runs for part in self.parts])
         several = self.several or any(part.replayed for part in self.parts)
         self._lets_go = several and (self._facts.is_windowed or any(part.row.window is not None for part in self.parts))
-        kept = [part for part in self.parts if self.aside or part.rewinds or self._needs_a_way_back(part)]
+        kept = [part for part in self.parts if self.on_forks or part.rewinds or self._needs_a_way_back(part)]
         forks = self.pool.fork_rows([part.row for part in kept], [part.begin for part in kept])
         for part, seq in zip(kept, forks, strict=True):
             part.new.branch = part.row.like(seq, part.start)
-            part.new.branch.recede(part.begin)
+            part.new.branch.truncate_computed(part.begin)
         try:
             self._reserve(kept)
         except BaseException:
@@ -147,21 +147,21 @@ class Transaction:
 
     def _reserve(self, kept: Sequence[RowExtension]) -> None:
         """Make room for everything; give up old versions only if that makes it fit."""
-        if self._path_if_room:
+        if self._tree_if_room:
             self._become_paths()
         self._needed = self._states_needed() if self._facts.recurrent_ids else 0
         missing_states = self._missing_states(self._needed)
         if missing_states > self._freed_states(kept):
             raise self._no_states(missing_states)
         missing = self._missing()
-        required = [part for part in kept if self.aside or part.rewinds or self._lets_go]
+        required = [part for part in kept if self.on_forks or part.rewinds or self._lets_go]
         if missing and len(required) < len(kept):
             # Rows that share their last page need a page for each fork: run them where they are.
             self._drop_unused_forks([part for part in kept if part not in required])
             missing = self._missing()
         if not missing and not missing_states:
             return
-        given_up = [] if self.aside else [part for part in required if part.rewinds]
+        given_up = [] if self.on_forks else [part for part in required if part.rewinds]
         if missing > sum(self.pool.state.pages_freed(part.row.seq, part.seq) for part in given_up):
             state = self.pool.state
             pages = sum(state.pool_sizes()[: len(self._facts.page_bytes)])
@@ -170,7 +170,7 @@ class Transaction:
                 f"tokens are missing, {state.num_available_pages()} of {pages} are free; release or clear caches"
             )
         holding = self._needed + sum(self._takes_a_slot(part) for part in given_up)
-        if self._comes_back and not self._facts.keeps_last_state:
+        if self._may_retry and not self._facts.keeps_last_state:
             missing_states = self._missing_states(holding)
             if missing_states > self._freed_states(given_up):
                 raise self._no_states(missing_states)
@@ -202,7 +202,7 @@ class Transaction:
     def _freed_states(self, parts: Sequence[RowExtension]) -> int:
         """Return the number of slots freed by dropping the versions before the rewinds of
         ``parts``."""
-        if self.aside:
+        if self.on_forks:
             return 0
         return sum(self.pool.state.states_freed(part.row.seq) for part in parts if part.rewinds)
 
@@ -441,7 +441,7 @@ class Transaction:
         """Take back what ran on the row itself, which may end before its start then."""
         if part.new.parents is not None:
             keep(self.pool, [part.new], [-1])
-        self.pool.take_back(part.new.branch, part.start)
+        self.pool.rollback(part.new.branch, part.start)
         if (end := part.new.branch.computed) < part.start:
             part.cache.mark_cut(part.row, end)
 

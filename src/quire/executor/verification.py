@@ -20,7 +20,7 @@ from quire.base.token_history import Ids
 from quire.branches import spare_states
 from quire.branches.extension import path_to
 from quire.contracts.executor import CacheLike, DecodeInput, DecodeOutput, RequestSampling, SpeculativeOutput
-from quire.executor import speculation
+from quire.executor import acceptance
 from quire.executor.arguments import (
     CallItem,
     decode_item,
@@ -89,7 +89,7 @@ def verify(
     cache.commit_chains()
     roomy = tree is None and len(ids) > 1 and spare_states.is_roomy(pool.state, len(ids))
     part = _extension(cache, start, tree, items[0].adapter, [item.positions[0] for item in items])
-    with Transaction(pool, [part], operation, aside=tree is not None, path_if_room=roomy) as work:
+    with Transaction(pool, [part], operation, on_forks=tree is not None, tree_if_room=roomy) as work:
         opened = tree is None and part.new.parents is not None
         work.arrive()
         mark = spare_states.mark(pool.runner, part.seq, part.row.mark) if tree is None else part.row.mark
@@ -168,7 +168,7 @@ def speculate(
     """See ``ModelExecutor.speculative_decode``."""
     if isinstance(sampling, SamplingParams):
         raise InvalidArgument(f"speculative_decode: sampling must be {PARAMS_OF_A_REQUEST}; got SamplingParams")
-    speculation.check_threshold(acceptance_threshold)
+    acceptance.check_threshold(acceptance_threshold)
     item = decode_item(pool, input, "speculative_decode")
     if item.asked != LOGITS_ONLY:
         raise Unsupported(f"speculative_decode: {LOGITS_OF_SPECULATION}")
@@ -185,12 +185,12 @@ def speculate(
         )
     draft_kV = None
     if draft_probabilities is not None:
-        draft_kV = speculation.check_draft_probabilities(draft_probabilities, drafts, pool.facts.vocab_size)
+        draft_kV = acceptance.check_draft_probabilities(draft_probabilities, drafts, pool.facts.vocab_size)
 
-    def judge(rows_RV: Tensor) -> speculation.Verdict:
+    def judge(rows_RV: Tensor) -> acceptance.AcceptResult:
         if draft_kV is None or sampling is None:
-            return speculation.judge_by_threshold(rows_RV, drafts, acceptance_threshold, parents)
-        return speculation.judge_by_sampling(rows_RV, drafts, draft_kV, sampling, parents)
+            return acceptance.accept_by_threshold(rows_RV, drafts, acceptance_threshold, parents)
+        return acceptance.rejection_sample(rows_RV, drafts, draft_kV, sampling, parents)
 
     # The input token is node 0, draft i is node i + 1.
     tree = None if parents is None else (-1, *(parent + 1 for parent in parents))
@@ -199,7 +199,7 @@ def speculate(
     # Recurrent layers can be cut behind an accepted token only if its state is there.
     is_recurrent = bool(pool.facts.recurrent_ids) and bool(drafts) and tree is None
     with Transaction(
-        pool, [part], operation, several=is_recurrent, path_if_room=is_recurrent, comes_back=is_recurrent
+        pool, [part], operation, several=is_recurrent, tree_if_room=is_recurrent, may_retry=is_recurrent
     ) as work:
         rows_RV = work.run([ids], ["all"])[0].logits_RV
         verdict = judge(rows_RV)

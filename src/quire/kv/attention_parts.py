@@ -115,7 +115,7 @@ class LayerParts:
         return self._stack
 
     def _decodes(self, layer: Layer) -> tuple[DecodeForwards, int, RotaryTable | None] | None:
-        spec, rope = layer.spec, layer.turning
+        spec, rope = layer.spec, layer.rope
         made = self._backend.decode_forwards(spec.num_heads, layer.view, spec.layer_window, self._page_size, rope)
         table = None if rope is None else self._rotary_table(rope)
         return None if made is None else (made, layer.class_index, table)
@@ -139,7 +139,7 @@ class LayerParts:
         made = self._backend.layer_part(spec.num_heads, layer.view, layer.scoring, layer.sinks_H, norms)
         if made is None:
             return None
-        return LayerPart(layer, norms, made, (layer.class_index, id(layer.turning), spec.num_heads, *layer.view.sizes))
+        return LayerPart(layer, norms, made, (layer.class_index, id(layer.rope), spec.num_heads, *layer.view.sizes))
 
     def in_forward(self, part: LayerPart, prepared: Any, rotation: Rotation | None, slots_T: Tensor) -> ForwardPart:
         """Return the part of a forward shared by all layers of this kind."""

@@ -58,7 +58,7 @@ class ChosenRows:
         """Return a mask of the rows given to the layer, bool ``[T]``."""
         return self._given.get(layer_id, np.zeros(int(self._starts[-1]), dtype=np.bool_))
 
-    def take_back(self, layer_id: int, rows: Rows) -> None:
+    def rollback(self, layer_id: int, rows: Rows) -> None:
         """Note that something else was stored in the places of these rows."""
         if layer_id in self._given:
             self._given[layer_id][rows] = False

@@ -41,7 +41,7 @@ class SequenceExport:
         """Describe the present content of a sequence."""
         sequence, slots = state.sequences.get(seq_id), dict[int, int]()
         if state.recurrent is not None:
-            slots = state.recurrent.table.firm_slots(seq_id)
+            slots = state.recurrent.table.committed_slots(seq_id)
         return cls(
             state,
             sequence.length,

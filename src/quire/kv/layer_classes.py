@@ -53,7 +53,7 @@ class Layer:
     """Learned logits, float32."""
 
     @property
-    def turning(self) -> RopeSpec | None:
+    def rope(self) -> RopeSpec | None:
         """Return the rotation that the state does. None: the caller has rotated, or there is
         none."""
         return self.spec.rope if self.spec.rope_mode != "none" else None
@@ -160,6 +160,6 @@ def _latent_fault(spec: LatentAttention) -> str:
         needed = "at least one head and 1 <= value_dim <= row_dim are needed"
         return f"{spec.num_heads} heads over {columns} columns with a value of {spec.value_dim}; {needed}"
     if spec.rope and (spec.rope.rotary_dim > rest or spec.rope.rotary_dim % 2):
-        turning = f"{spec.rope.rotary_dim} rotary columns behind a value of {spec.value_dim} in {columns}"
-        return f"{turning}; an even number of {rest} at most is needed"
+        rope = f"{spec.rope.rotary_dim} rotary columns behind a value of {spec.value_dim} in {columns}"
+        return f"{rope}; an even number of {rest} at most is needed"
     return ""

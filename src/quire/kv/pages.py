@@ -113,7 +113,7 @@ class PageTable:
     def replace(self, index: int, page: int) -> None:
         self._pages[index] = page
 
-    def void(self, part: range) -> PageIds:
+    def evict(self, part: range) -> PageIds:
         """Make these entries null pages; return the old entries."""
         old = self._pages[part.start : part.stop].copy()
         self._pages[part.start : part.stop] = NULL_PAGE

@@ -83,7 +83,7 @@ class RecurrentTable:
         found = {0: NULL, **states.kept, **states.ring, states.length: states.present}
         return dict(sorted(found.items()))
 
-    def firm_slots(self, seq_id: SeqId) -> dict[int, int]:
+    def committed_slots(self, seq_id: SeqId) -> dict[int, int]:
         """Return the slots of checkpoints and, last, of the present state, by position. Rings are
         left out: they may be given up for others."""
         states = self._sequences[seq_id]

@@ -521,7 +521,7 @@ class SequenceTable:
             for leaving in (one.sink, one.window):
                 if not leaving:
                     continue
-                pool.release(table.void(leaving))
+                pool.release(table.evict(leaving))
                 stop = leaving.stop * size
                 # A page of the sink may hold rows behind it, too.
                 behind = leaving is one.window or stop > sink_of(sequence)

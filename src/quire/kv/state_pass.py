@@ -199,7 +199,7 @@ class StatePass:
         layer = self._state.layer(layer_id)
         if isinstance(layer.spec, LatentAttention):
             return self.turn_last(x_THD, layer.spec.rope)
-        return x_THD if layer.turning is None else self._turn(x_THD, layer.turning)
+        return x_THD if layer.rope is None else self._turn(x_THD, layer.rope)
 
     def turn_last(self, x_THD: Tensor, spec: RopeSpec | None, *, relative: bool = False) -> Tensor:
         """Rotate the last rotary columns of every head, as latent layers have them."""
@@ -213,8 +213,8 @@ class StatePass:
         if prepared.plan.sinks is None:
             return None
         rope = layer.spec.rope
-        if layer.turning is not None:
-            return self._turn(q_THD, layer.turning, relative=True).to(self._paged.dtype)
+        if layer.rope is not None:
+            return self._turn(q_THD, layer.rope, relative=True).to(self._paged.dtype)
         if rope is None or self.batch.evicted is None:
             return q_THD.to(self._paged.dtype)
         # The caller has rotated at the true position: turn back by the number of evicted tokens.
@@ -362,7 +362,7 @@ class StatePass:
         """See ``contracts.model.Pass``; ``scale`` and ``masks`` for this layer only."""
         state = self._state
         layer = state.layer(layer_id, "attention_with_fused_qkv")
-        spec, rope = key_value_spec("attention_with_fused_qkv", layer_id, layer), layer.turning
+        spec, rope = key_value_spec("attention_with_fused_qkv", layer_id, layer), layer.rope
         heads, columns = spec.num_heads, (spec.num_heads + spec.num_kv_heads) * spec.head_dim
         v_THD = qkv_TC[:, columns:].view(-1, spec.num_kv_heads, spec.value_dim)
         scoring = layer.scoring if scale is None else replace(layer.scoring, scale=scale)
@@ -375,7 +375,7 @@ class StatePass:
             return self._attend(layer_id, layer, q_THD, k_THD, v_THD, scoring, masks)
         self.begin_write(layer_id)
         rotation, slots_T = None if rope is None else self._rotation(rope), self._running_slots[layer.class_index]
-        turned_THD = self._paged.rows.place_qkv(qkv_TC, heads, rotation, norms, layer.view, slots_T)
+        turned_THD = self._paged.rows.rope_and_write_kv(qkv_TC, heads, rotation, norms, layer.view, slots_T)
         self.end_write(layer_id)
         q_THD, k_THD = turned_THD.split_with_sizes([heads, spec.num_kv_heads], 1)
         new, sinks_H = (k_THD, v_THD), layer.sinks_H
@@ -400,7 +400,7 @@ class StatePass:
         scoring: Scoring,
         masks: Masks | None,
     ) -> Tensor:
-        rope = layer.turning
+        rope = layer.rope
         self.require_open(layer_id)
         dtype, q_turned_THD = q_THD.dtype, q_THD
         if rope is not None:
@@ -496,8 +496,8 @@ class StatePass:
         """Store the rows of the new tokens, rotated as the layer's mode says."""
         layer = self._state.layer(layer_id)
         self.require_open(layer_id)
-        if layer.turning is not None and layer.spec.rope_mode == "normal":
-            k_THD = self._turn(k_THD, layer.turning)
+        if layer.rope is not None and layer.spec.rope_mode == "normal":
+            k_THD = self._turn(k_THD, layer.rope)
         self.write(layer_id, layer, k_THD.to(self._paged.dtype), v_THD.to(self._paged.dtype))
 
     def append_rows(self, layer_id: int, rows_TR: Tensor) -> None:
@@ -521,8 +521,8 @@ class StatePass:
         layer = self._state.layer(layer_id)
         prepared = self.masked("own", layer.class_index, masks)
         q_sink = self._sink_queries(prepared, layer, q_THD)
-        if layer.turning is not None:
-            q_THD, k_THD = self._turn(q_THD, layer.turning), self._turn(k_THD, layer.turning)
+        if layer.rope is not None:
+            q_THD, k_THD = self._turn(q_THD, layer.rope), self._turn(k_THD, layer.rope)
         q_THD, k_THD, v_THD = (x_THD.to(self._paged.dtype).contiguous() for x_THD in (q_THD, k_THD, v_THD))
         return self._paged.backend.run_state(
             prepared.made, q_THD, (k_THD, v_THD), PlainRows(k_THD, v_THD), scoring, q_sink_THD=q_sink, coarse=coarse
@@ -537,11 +537,11 @@ class StatePass:
         prepared = self.prepared(keys, layer.class_index)
         q_sink = self._sink_queries(prepared, layer, q_THD)
         view = layer.view
-        if layer.turning is not None:
+        if layer.rope is not None:
             if layer.spec.rope_mode == "inline":
                 raw = self._compact(keys, layer.class_index)
                 prepared, view = raw.prepared, self._read_raw(layer, raw)
-            q_THD = self._turn(q_THD, layer.turning)
+            q_THD = self._turn(q_THD, layer.rope)
         return self._paged.backend.run_state(
             prepared.made,
             q_THD.to(self._paged.dtype),
@@ -576,10 +576,10 @@ class StatePass:
 
     def _read_raw(self, layer: Layer, raw: Raw) -> PlainRows:
         """Return K, rotated, and V of the compact pool."""
-        assert layer.turning is not None
+        assert layer.rope is not None
         k_MHD = layer.view.keys(raw.slots_M)
-        cos, sin = self._paged.rotary_table(layer.turning).rows(raw.positions_M, raw.max_position)
-        turned = rotate(k_MHD, cos, sin, interleaved=layer.turning.interleaved)
+        cos, sin = self._paged.rotary_table(layer.rope).rows(raw.positions_M, raw.max_position)
+        turned = rotate(k_MHD, cos, sin, interleaved=layer.rope.interleaved)
         return PlainRows(turned.to(self._paged.dtype), layer.view.values(raw.slots_M))
 
     # -- layers of other kinds, and calls over whole blocks ----------------------------------------
@@ -622,7 +622,7 @@ class StatePass:
         return StackParts(stack.places, np.array([made.place for made in forwards])[stack.kind])
 
     def _forward_part(self, known: LayerParts, part: LayerPart) -> ForwardPart:
-        index, rope = part.layer.class_index, part.layer.turning
+        index, rope = part.layer.class_index, part.layer.rope
         made = (
             self.prepared("fused", index).made,
             None if rope is None else self._rotation(rope),
@@ -797,7 +797,7 @@ class Rehearsal(StatePass):
         """Note the layer as written. The forward needs these rows again: they lie in its places."""
         super().end_write(layer_id)
         again = self._at if self.chosen.rows is None else self._at[self.chosen.rows]
-        self._forward.chosen.take_back(layer_id, again)
+        self._forward.chosen.rollback(layer_id, again)
 
     def weigh(
         self,

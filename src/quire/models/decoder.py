@@ -40,7 +40,7 @@ from quire.nn.linear import Linear
 from quire.nn.mlp import GatedMLP
 from quire.nn.norm import LayerNorm, LayerNormPerHead, RMSNorm
 from quire.nn.packed import KernelLinear, pack_maps, packed
-from quire.weights.late_parameters import late
+from quire.weights.lazy_parameters import late
 from quire.weights.places import NameTable
 
 AttentionSpec: TypeAlias = FullAttention | WindowedAttention

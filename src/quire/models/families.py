@@ -66,7 +66,7 @@ class LoadedModel(Model, Protocol):
         ...
 
 
-Spellings: TypeAlias = Callable[[Any], Sequence[NameTable]]
+NameTables: TypeAlias = Callable[[Any], Sequence[NameTable]]
 Ignorable: TypeAlias = Callable[[Any], Container[str]]
 Build: TypeAlias = Callable[[Any, Mapping[str, Tensor], Mapping[str, Any]], LoadedModel]
 
@@ -80,7 +80,7 @@ class Family:
     """Kinds of layer state, as in ``LayerSpec.kind``."""
     read_config: ConfigReader[Any]
     """Reads config.json. Bad values are ``CheckpointError``, missing features ``Unsupported``."""
-    spellings: Spellings
+    name_tables: NameTables
     """Name tables of all spellings in checkpoints of the family; the commonest first."""
     ignorable_names: Ignorable
     build: Build
@@ -111,12 +111,12 @@ def _register(
     architecture: str,
     state_kinds: tuple[str, ...],
     read: ConfigReader[Any],
-    spellings: Spellings,
+    name_tables: NameTables,
     ignorable: Ignorable = ignorable_names,
     build: Build = Decoder,
 ) -> None:
     family = Family(
-        state_kinds=state_kinds, read_config=read, spellings=spellings, ignorable_names=ignorable, build=build
+        state_kinds=state_kinds, read_config=read, name_tables=name_tables, ignorable_names=ignorable, build=build
     )
     FAMILIES.register(architecture, family)
 
@@ -124,12 +124,12 @@ def _register(
 def _hybrid(
     architecture: str,
     read: ConfigReader[Any],
-    spellings: Spellings,
+    name_tables: NameTables,
     block: BlockBuilder[Any],
     ignorable: Ignorable = lambda config: ignorable_names(config.trunk),
     state_kinds: tuple[str, ...] = ("full", "recurrent"),
 ) -> None:
-    _register(architecture, state_kinds, read, spellings, ignorable, partial(HybridDecoder, block=block))
+    _register(architecture, state_kinds, read, name_tables, ignorable, partial(HybridDecoder, block=block))
 
 
 def _dense_tables(config: DecoderConfig, names: Names) -> Sequence[NameTable]:

@@ -267,9 +267,9 @@ def _attention(metadata: Metadata, attends: Attends) -> dict[str, Any]:
 def _rope(metadata: Metadata, head_dim: int) -> dict[str, Any]:
     """Return ``rope_parameters``, from keys and from the tensors of factors."""
     rope: dict[str, Any] = {"rope_theta": metadata.number("rope.freq_base", 10_000.0), "rope_type": "default"}
-    turning = metadata.count("rope.dimension_count", head_dim)
-    if turning != head_dim:
-        rope["partial_rotary_factor"] = _fraction(turning, head_dim)
+    rotary_dim = metadata.count("rope.dimension_count", head_dim)
+    if rotary_dim != head_dim:
+        rope["partial_rotary_factor"] = _fraction(rotary_dim, head_dim)
     kind = metadata.text("rope.scaling.type", "linear")
     factor = metadata.number("rope.scaling.factor", metadata.number("rope.scale_linear", 1.0))
     context = metadata.count("context_length")
@@ -283,7 +283,7 @@ def _rope(metadata: Metadata, head_dim: int) -> dict[str, Any]:
         if not math.isclose(attention, usual, rel_tol=1e-6):
             rope["attention_factor"] = attention
     elif metadata.holds("rope_freqs.weight"):
-        rope |= _scaled(metadata.parts.numbers("rope_freqs.weight"), rope["rope_theta"], turning, context)
+        rope |= _scaled(metadata.parts.numbers("rope_freqs.weight"), rope["rope_theta"], rotary_dim, context)
     elif kind == "yarn":
         rope |= {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
         for name in ("beta_fast", "beta_slow"):
@@ -307,14 +307,14 @@ def _fraction(part: int, whole: int) -> float:
     return found if int(found * whole) == part else math.nextafter(found, math.inf)
 
 
-def _scaled(factors: Sequence[float], theta: float, turning: int, context: int) -> dict[str, Any]:
+def _scaled(factors: Sequence[float], theta: float, rotary_dim: int, context: int) -> dict[str, Any]:
     """Return the scaling with these divisors of frequencies: Llama 3's if its rule makes them, with
     8,192 tokens of training and factors of 1 and 4, else these numbers."""
-    if len(factors) == turning // 2:
+    if len(factors) == rotary_dim // 2:
         most, trained, low, high = max(factors), 8192, 1.0, 4.0
         made = []
         for pair in range(len(factors)):
-            turns = trained / (2 * math.pi * theta ** (2 * pair / turning))
+            turns = trained / (2 * math.pi * theta ** (2 * pair / rotary_dim))
             kept = min(1.0, max(0.0, (turns - low) / (high - low)))
             made.append(1 / ((1 - kept) / most + kept))
         if all(math.isclose(*pair, rel_tol=1e-5) for pair in zip(made, factors, strict=True)):

@@ -28,7 +28,7 @@ from quire.models.processor import Processor
 from quire.models.sources import open_weights, read_config
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.gguf_container import is_gguf
-from quire.weights.late_parameters import LateParameters
+from quire.weights.lazy_parameters import LazyParameters
 from quire.weights.packed import FORMS
 from quire.weights.places import Place, expand, parameter_dtypes, parameter_shapes
 
@@ -104,7 +104,7 @@ def load_model(
             raise CheckpointError(
                 f"{path}: {checkpoint.source.configuration} says {num_layers} layers, but there are {len(checkpoint.tensors)} tensors"
             )
-        places = checkpoint.choose([expand(table, num_layers) for table in family.spellings(config)])
+        places = checkpoint.choose([expand(table, num_layers) for table in family.name_tables(config)])
         checkpoint.check(places, family.ignorable_names(config))
         resolved = resolve_dtype(dtype, checkpoint.dtype(places), device)
         needed = _weight_bytes(places, resolved, device, kernels.quantization)
@@ -123,14 +123,14 @@ def load_model(
         total = checkpoint.nbytes(one for name, place in places.items() for one in place.stored(name))
         hidden = not (progress and sys.stderr.isatty())
         with tqdm(total=total, unit="B", unit_scale=True, desc=f"loading {path.name}", disable=hidden) as bar:
-            weights = LateParameters(checkpoint, places, resolved, device, bar)
+            weights = LazyParameters(checkpoint, places, resolved, device, bar)
             model = family.build(config, weights, values)
             model.places = places
             model.formats = checkpoint.formats(one for name, place in places.items() for one in place.stored(name))
             weights.release()
             if model.pack(replace(kernels, read=weights.read)):
                 logger.info("%s: weights are laid out for this machine's products", path)
-            weights.settle()
+            weights.materialize()
     return model
 
 
@@ -173,7 +173,7 @@ def _check_tied(checkpoint: Checkpoint, family: Family, config: Any) -> None:
     if not trunk.tie_embeddings:
         return
     untied = replace(trunk, tie_embeddings=False)
-    table = family.spellings(untied if trunk is config else replace(config, trunk=untied))[0]
+    table = family.name_tables(untied if trunk is config else replace(config, trunk=untied))[0]
     names = {place.parameter: name for name, place in table.items()}
     checkpoint.check_tied(names["head.weight"], names["embed.weight"])
 

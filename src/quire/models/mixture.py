@@ -21,7 +21,7 @@ from quire.models.decoder import DecoderConfig, Parameters, gated_mlp, linear
 from quire.models.tensor_names import mlp_names, trunk_names
 from quire.nn.experts import ActivatedGate, ExpertLinear, Experts, Gate, MixtureOfExperts, Router, SharedExpert
 from quire.ops.experts import Routing
-from quire.weights.late_parameters import late
+from quire.weights.lazy_parameters import late
 from quire.weights.places import Place
 
 MAX_EXPERTS = 4096

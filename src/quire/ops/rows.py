@@ -60,7 +60,7 @@ class ReferenceRows:
         gate, up = gate_up.chunk(2, dim=-1)
         return ACTIVATIONS[activation](gate).mul_(up)
 
-    def place_qkv(
+    def rope_and_write_kv(
         self,
         qkv_TC: Tensor,
         num_heads: int,

@@ -13,7 +13,7 @@ from quire.base.types import SeqId
 class Rank(enum.Enum):
     """Kinds of things that can be given up, in the order of giving them up."""
 
-    ORPHANS = "what belongs to an object that is gone"
+    FINALIZERS = "what belongs to an object that is gone"
     SCARCE_STATES = "recurrent states that only save work, while states are what is short"
     WRITING = "forks from which state is written to a store"
     PREFIXES = "finished sequences that are kept for prompts to begin with"
@@ -21,45 +21,45 @@ class Rank(enum.Enum):
     STATES = "recurrent states that only save work"
 
 
-class Giver(Protocol):
+class SequenceOwner(Protocol):
     """An owner of sequences of which some can be given up and made again."""
 
-    def give_up(self, rank: Rank) -> bool:
+    def reclaim_one(self, rank: Rank) -> bool:
         """Give up one thing of this rank; return False if there is none."""
 
-    def loose(self) -> Collection[SeqId]:
-        """Return the sequences that ``give_up`` could free. Changes nothing."""
+    def reclaimable(self) -> Collection[SeqId]:
+        """Return the sequences that ``reclaim_one`` could free. Changes nothing."""
 
 
 class Room:
-    """The givers of one runner, held by weak references. Callers hold the runner's lock, between
-    forwards."""
+    """The owners of a runner's sequences, held by weak references. Callers hold the runner's
+    lock, between forwards."""
 
     def __init__(self) -> None:
-        self._givers: WeakSet[Giver] = WeakSet()
+        self._owners: WeakSet[SequenceOwner] = WeakSet()
 
-    def join(self, giver: Giver) -> None:
-        """Include ``giver`` from now on."""
-        self._givers.add(giver)
+    def join(self, owner: SequenceOwner) -> None:
+        """Include ``owner`` from now on."""
+        self._owners.add(owner)
 
-    def givers(self) -> list[Giver]:
-        """Return all givers."""
-        return list(self._givers)
+    def owners(self) -> list[SequenceOwner]:
+        """Return all owners."""
+        return list(self._owners)
 
-    def leave(self, giver: Giver) -> None:
-        """Exclude ``giver`` from now on."""
-        self._givers.discard(giver)
+    def leave(self, owner: SequenceOwner) -> None:
+        """Exclude ``owner`` from now on."""
+        self._owners.discard(owner)
 
-    def make(self, asker: Giver | None = None) -> bool:
+    def make(self, asker: SequenceOwner | None = None) -> bool:
         """Give up one thing, of the first rank that has any; return False if there is none. Of
-        ``asker`` only orphans are given up: its running call may still need its own states."""
+        ``asker`` only finalizers run: its running call may still need its own states."""
         return any(
-            giver.give_up(rank)
+            owner.reclaim_one(rank)
             for rank in Rank
-            for giver in list(self._givers)
-            if giver is not asker or rank is Rank.ORPHANS
+            for owner in list(self._owners)
+            if owner is not asker or rank is Rank.FINALIZERS
         )
 
-    def loose(self) -> set[SeqId]:
+    def reclaimable(self) -> set[SeqId]:
         """Return the sequences that ``make`` could give up."""
-        return {seq for giver in list(self._givers) for seq in giver.loose()}
+        return {seq for owner in list(self._owners) for seq in owner.reclaimable()}

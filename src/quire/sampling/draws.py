@@ -120,7 +120,7 @@ class Draws:
             elif not complete[row] and row in self._uniforms:
                 again.append(row)
             if row in failures and row in self._uniforms:
-                self._samplers[row].take_back(self._uniforms[row])
+                self._samplers[row].rollback(self._uniforms[row])
         logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
         for rows, table in zip(self._ranked, tables, strict=True):
             for row, one in zip(rows, table, strict=True):
@@ -150,6 +150,6 @@ class Draws:
         their counts."""
         for row in rows:
             if row in self._uniforms:
-                self._samplers[row].take_back(self._uniforms.pop(row))
+                self._samplers[row].rollback(self._uniforms.pop(row))
             if self._seen is not None:
                 self._seen.forget(self._samplers[row])

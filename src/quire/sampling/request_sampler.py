@@ -179,7 +179,7 @@ class RequestSampler:
             return self._returned.pop()
         return float(torch.rand((), dtype=torch.float64, generator=self._generator))
 
-    def take_back(self, uniform: float) -> None:
+    def rollback(self, uniform: float) -> None:
         """Make the last drawn number the next one again. Take several back in reverse order."""
         self._returned.append(uniform)
 

@@ -335,7 +335,7 @@ def _take_over(live: LiveSequence, state: SessionBranch, branch: SessionBranch) 
         branches.remove(state.seq)
     state.become(branch, len(branch.tokens), branch.seq)
     state.runs, state.logits = branch.runs, None
-    state.recede(branch.computed)
+    state.truncate_computed(branch.computed)
     branch.seq, branch.computed = None, 0
     branches.hold(state)
 

@@ -70,12 +70,12 @@ def checkout(sources: SessionSources, name: str, owner: str) -> Session:
 
 def branches(sources: SessionSources, owner: str, damaged: list[str] | None) -> Mapping[str, SessionCommit]:
     """Return the last commit of each branch, by name."""
-    told = list[str]()
-    found = _ask(sources, "branches", owner, lambda history: history.branches(told))
+    damaged_records = list[str]()
+    found = _ask(sources, "branches", owner, lambda history: history.branches(damaged_records))
     if damaged is not None:
-        damaged += told
-    elif told:
-        LOG.warning("%s", "; ".join(told))
+        damaged += damaged_records
+    elif damaged_records:
+        LOG.warning("%s", "; ".join(damaged_records))
     return found
 
 

@@ -83,7 +83,7 @@ class LiveSequence:
         """Return the branch, as the one used last; ``FailedPrecondition`` while it is generating.
         The caller holds the engine's lock."""
         state = self.require_open(verb)
-        self.engine.orphans.bury()  # an unreferenced stream among them
+        self.engine.finalizers.run_finalizers()  # an unreferenced stream among them
         if state.busy:
             raise FailedPrecondition(f"{verb}: the session is generating; finish or close its stream first")
         self.engine.branches.hold(state)

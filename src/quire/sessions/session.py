@@ -112,7 +112,7 @@ class Session:
             live.branch.user = ref(self)
             live.engine.branches.hold(live.branch)
             self._end = partial(live.engine.forget, live.branch)
-            live.engine.orphans.watch(self, self._end)
+            live.engine.finalizers.watch(self, self._end)
             self._live = live
 
     # -- its contents ------------------------------------------------------------------------------
@@ -668,7 +668,7 @@ class Session:
         finally:
             self._live.closed = True
             self._engine.forget(self._state)
-            self._engine.orphans.unwatch(self)
+            self._engine.finalizers.unwatch(self)
 
     def __enter__(self) -> Self:
         return self
@@ -683,7 +683,7 @@ class Session:
         # No reference to it is left.
         live = getattr(self, "_live", None)
         if live is not None and not live.closed:
-            self._engine.orphans.leave(self._end)
+            self._engine.finalizers.leave(self._end)
 
     def _keep(self, *, wait: bool) -> Future[None] | None:
         return None if self._keeper is None else self._keeper.keep(self, wait=wait)

@@ -91,7 +91,7 @@ def fork_to_session(engine: Engine, cache: CacheRows, picked: int, length: int) 
     state.mark = None
     if position:
         state.seq = engine.branches.fork_of(source.seq, position)
-    state.recede(position)
+    state.truncate_computed(position)
     return state
 
 

@@ -46,7 +46,7 @@ class SessionStream(Iterator[StreamDelta]):
         self._pieces = self._tokens = 0
         """What of its output has been given."""
         self._end = partial(_end, engine, self._requests, on_end)
-        engine.orphans.watch(self, self._end)
+        engine.finalizers.watch(self, self._end)
         self._over = False
         self.reuse: Reuse | None = None
         """What was reused of the prompt; None before the last delta."""
@@ -99,7 +99,7 @@ class SessionStream(Iterator[StreamDelta]):
     def __del__(self) -> None:
         # No reference to it is left.
         if not getattr(self, "_over", True):
-            self._engine.orphans.leave(self._end)
+            self._engine.finalizers.leave(self._end)
 
     def __enter__(self) -> Self:
         return self

@@ -20,7 +20,7 @@ class ArrivingBlob:
         self.ended = False
         """Whether no more bytes will arrive: all did, or the tier failed."""
         self._lock = threading.Lock()
-        self._told: list[Callable[[], None]] = []
+        self._listeners: list[Callable[[], None]] = []
         self.take(first)
 
     @property
@@ -32,7 +32,7 @@ class ArrivingBlob:
         """Call ``call`` from now on after each piece and at the end, on the thread that adds
         pieces."""
         with self._lock:
-            self._told.append(call)
+            self._listeners.append(call)
 
     def take(self, piece: Blob) -> None:
         """Append the next bytes."""
@@ -46,10 +46,10 @@ class ArrivingBlob:
         self.ended = True
         self._tell()
         with self._lock:
-            self._told.clear()
+            self._listeners.clear()
 
     def _tell(self) -> None:
         with self._lock:
-            calls = list(self._told)
+            calls = list(self._listeners)
         for call in calls:
             call()

@@ -250,13 +250,13 @@ class SessionJournal:
 
     def get(self, name: str) -> SessionRecord | None:
         """Return a session's record."""
-        with self._told():
+        with self._locked_database():
             row = self._db.execute(_SELECT + " WHERE sessions.id = ?", (name,)).fetchone()
             return None if row is None else _record(*row)
 
     def records(self) -> Iterator[SessionRecord]:
         """Yield all records, the oldest session first."""
-        with self._told():
+        with self._locked_database():
             names = [name for (name,) in self._db.execute("SELECT id FROM sessions ORDER BY number").fetchall()]
         for name in names:
             if (found := self.get(name)) is not None:
@@ -267,7 +267,7 @@ class SessionJournal:
     def write(self, changes: Sequence[Change]) -> None:
         """Make changes durable, all or none, and remove state files without a record.
         ``NotDurable``: the disk is full, or it failed."""
-        with self._told():
+        with self._locked_database():
             states = dict(self._states)
             for one in changes:
                 if not isinstance(one, Use):
@@ -303,7 +303,7 @@ class SessionJournal:
                 self._claim = -1
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _locked_database(self) -> Iterator[None]:
         """Hold the lock; convert errors of SQLite to Quire's."""
         with self._lock:
             if self._claim < 0:

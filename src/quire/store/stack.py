@@ -98,7 +98,7 @@ class Store:
         self._closed = False
         self._tasks: set[asyncio.Task[object]] = set()
         """Tasks of the loop, which itself keeps only weak references."""
-        self._told: set[tuple[str, str]] = set()
+        self._reported: set[tuple[str, str]] = set()
         """Tiers and reasons of damage that were logged."""
         end_with_process(self.close)
         in_children(self._forked)
@@ -186,8 +186,8 @@ class Store:
         """Count a damaged or unfit object that a tier returned, and remove it there. Reasons are
         those of ``store_metrics.DAMAGE``; any other counts as ``other``."""
         self.metrics.damaged.inc(reason if reason in DAMAGE else "other")
-        if (tier_kind, reason) not in self._told:  # later ones are only counted in the metrics
-            self._told.add((tier_kind, reason))
+        if (tier_kind, reason) not in self._reported:  # later ones are only counted in the metrics
+            self._reported.add((tier_kind, reason))
             LOG.warning("%s in the %s tier is damaged or does not fit (%s): it is removed", key.name, tier_kind, reason)
         if self._memory and tier_kind == self._memory.kind:
             self._memory.remove_now([key])

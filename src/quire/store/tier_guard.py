@@ -34,7 +34,7 @@ class Breaker:
         self._what, self._clock = what, clock
         self._rest = self._until = 0.0
         self._well_since = 0.0
-        self._told = ""
+        self._logged_reason = ""
         """The logged failure; "" once the recovery is logged."""
         self._turns = 0
         """Number of state changes. A call that began before the last change is ignored."""
@@ -60,9 +60,9 @@ class Breaker:
     def failed(self, ticket: int, reason: str) -> None:
         """Begin a rest after a failed call."""
         if ticket == self._turns:
-            if not self._rest and reason != self._told:
+            if not self._rest and reason != self._logged_reason:
                 LOG.warning("%s: %s; the store goes on without it", self._what, reason)
-                self._told = reason
+                self._logged_reason = reason
             self._turns += 1
             self._rest = min(LONGEST_REST, max(FIRST_REST, 2 * self._rest))
             self._until = self._clock() + self._rest
@@ -74,9 +74,9 @@ class Breaker:
         if self._rest:
             self._turns += 1
             self._rest, self._well_since = 0.0, self._clock()
-        elif self._told and self._clock() - self._well_since >= WELL_SECONDS:
+        elif self._logged_reason and self._clock() - self._well_since >= WELL_SECONDS:
             LOG.warning("%s: works again", self._what)
-            self._told = ""
+            self._logged_reason = ""
 
 
 class TierGuard:
@@ -186,7 +186,7 @@ class TierGuard:
             async with asyncio.timeout(seconds):
                 await self.tier.close()
         except Exception as error:
-            LOG.warning("closing %s: %s", self.tier.label, _told(error))
+            LOG.warning("closing %s: %s", self.tier.label, _error_text(error))
 
     async def _try(self, breaker: Breaker, call: Callable[[], Awaitable[R]], seconds: float | None = None) -> R | None:
         """Return the result of a verb; None if the tier rests, or the verb fails or is late."""
@@ -202,7 +202,7 @@ class TierGuard:
             if not late and not isinstance(error, TierError):
                 LOG.error("a defect of the tier of %s", self.tier.label, exc_info=error)
             self._metrics.failures.inc(self.kind)
-            told = _told(error).removeprefix(f"{self.tier.label}: ")
+            told = _error_text(error).removeprefix(f"{self.tier.label}: ")
             breaker.failed(ticket, f"no answer within {seconds:g} s" if late else told)
             return None
         breaker.worked(ticket)
@@ -226,5 +226,5 @@ async def _listed(answer: Awaitable[R]) -> list[R]:
     return [await answer]
 
 
-def _told(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return str(error) or type(error).__name__

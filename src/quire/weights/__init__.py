@@ -2,6 +2,6 @@
 
 ``places``: which parameter a tensor fills. ``floats``, ``mxfp4``: formats of files.
 ``safetensors_files``: a source. ``checkpoint``: a source held against a model's places.
-``late_parameters``: parameters while a model is loaded. ``panels``, ``float8``: packed forms in
+``lazy_parameters``: parameters while a model is loaded. ``panels``, ``float8``: packed forms in
 memory; ``packed``: all of them, and the reference products.
 """

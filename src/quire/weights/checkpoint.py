@@ -41,10 +41,10 @@ class Checkpoint:
     def __exit__(self, *exc: object) -> None:
         self.source.close()
 
-    def choose(self, spellings: Sequence[Mapping[str, Place]]) -> Mapping[str, Place]:
+    def choose(self, name_tables: Sequence[Mapping[str, Place]]) -> Mapping[str, Place]:
         """Return the spelling with the fewest missing tensors, the first among equals, in the
         formats of the files."""
-        places = min(spellings, key=lambda places: sum(name not in self.tensors for name in _stored(places)))
+        places = min(name_tables, key=lambda places: sum(name not in self.tensors for name in _stored(places)))
         return {
             name: place
             if (found := self.source.format(name, place.format)) == place.format

@@ -46,7 +46,7 @@ class PageMaps(Picture):
                     f'<rect x="{x}" y="{y}" width="{CELL - 1}" height="{CELL - 1}" fill="{COLOURS[owner]}" '
                     f'fill-opacity="{shade:.2f}" stroke="currentColor" stroke-opacity=".25"/>'
                 )
-            told = in_html(_told(pool, summary, size))
+            told = in_html(_pool_line(pool, summary, size))
             height = -(-max(1, len(owners)) // ACROSS) * CELL
             found.append(
                 f'<div style="margin:.4em 0">{told}</div><svg role="img" aria-label="{told}" '
@@ -59,7 +59,7 @@ class PageMaps(Picture):
         lines = [Text("pages", style="bold")]
         for pool, summary in zip(self.pools, self.summaries, strict=True):
             owners, _, size = cells_of(pool, MOST_CHARACTERS)
-            lines.append(Text(_told(pool, summary, size)))
+            lines.append(Text(_pool_line(pool, summary, size)))
             drawn = "".join(SIGNS[owner] for owner in owners.tolist())
             lines += [Text(drawn[start : start + PER_LINE]) for start in range(0, len(drawn), PER_LINE)]
         lines.append(
@@ -78,7 +78,7 @@ class PageMaps(Picture):
             owners, _, size = cells_of(pool, MOST_CELLS)
             padded = np.zeros(-(-max(1, len(owners)) // ACROSS) * ACROSS, dtype=np.uint8)
             padded[: len(owners)] = owners
-            names.append((sum(len(one) for one in rows), _told(pool, summary, size)))
+            names.append((sum(len(one) for one in rows), _pool_line(pool, summary, size)))
             rows.append(padded.reshape(-1, ACROSS))
         colours = ListedColormap(["#00000000", *COLOURS[1:]])
         drawn.imshow(np.concatenate(rows), cmap=colours, vmin=0, vmax=3, interpolation="nearest", aspect="auto")
@@ -98,7 +98,7 @@ def cells_of(pool: PoolView, most: int) -> tuple[NDArray[np.uint8], NDArray[np.i
     return np.maximum.reduceat(pool.owner, starts), np.maximum.reduceat(pool.references.astype(np.int64), starts), size
 
 
-def _told(pool: PoolView, summary: PoolSummary | None, size: int) -> str:
+def _pool_line(pool: PoolView, summary: PoolSummary | None, size: int) -> str:
     kind = ""
     if summary is not None:
         layers = summary.layers

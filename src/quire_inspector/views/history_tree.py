@@ -53,7 +53,9 @@ def history_of(
     for branch, view in listed:
         if branch.key is not None:  # else its tokens are not known
             trees.setdefault(branch.key, _Tree()).add(branch, view.id)
-    roots = sorted(((_told(key, adapters), _name(repr(_plain(key))), tree) for key, tree in trees.items()), key=_place)
+    roots = sorted(
+        ((_branch_fields(key, adapters), _name(repr(_plain(key))), tree) for key, tree in trees.items()), key=_place
+    )
     nodes = [node for told, name, tree in roots for node in _nodes(told, name, tree, texts)]
     return HistoryView(reading=reading, branches=tuple(view for _, view in listed), nodes=tuple(nodes))
 
@@ -97,7 +99,7 @@ def _plain(key: Hashable) -> object:
     return (key.salt, key.runs) if isinstance(key, AdapterKey) else key
 
 
-def _told(key: Hashable, adapters: Mapping[str, str]) -> dict[str, str | None]:
+def _branch_fields(key: Hashable, adapters: Mapping[str, str]) -> dict[str, str | None]:
     """Return the adapter and the salt that set a tree apart, in words."""
     salt = salt_of(key)
     adapter = key.runs[-1][1] if isinstance(key, AdapterKey) else None

@@ -174,7 +174,7 @@ def _branches(engine: Engine, names: AdapterNames) -> Iterator[ReadBranch]:
         if id(request) not in seen:
             yield _request(names, request)
     yield from _cached(engine, names)
-    for giver in engine.runner.room.givers():
+    for giver in engine.runner.room.owners():
         if isinstance(giver, CachePool):
             yield from _rows(giver, names)
 
@@ -225,7 +225,7 @@ def _request(names: AdapterNames, request: Request) -> ReadBranch:
 
 def _way_back(engine: Engine, session: SessionBranch) -> Iterator[ReadBranch]:
     """Yield the state that a session had when its request began, if that is kept."""
-    if (seq := session.way_back) is not None:
+    if (seq := session.undo_fork) is not None:
         length = engine.runner.state.sequence_length(seq)
         yield ReadBranch(
             kind="other",

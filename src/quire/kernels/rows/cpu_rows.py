@@ -120,7 +120,7 @@ class NativeRows(ReferenceRows):
         )
         return out
 
-    def place_qkv(
+    def rope_and_write_kv(
         self,
         qkv_TC: Tensor,
         num_heads: int,
@@ -137,7 +137,7 @@ class NativeRows(ReferenceRows):
             or not isinstance(view, PlainRows)
             or not (qkv_TC.is_cpu and view.k.dtype == dtype == view.v.dtype and qkv_TC.stride(1) == 1)
         ):
-            return super().place_qkv(qkv_TC, num_heads, rotation, norms, view, slots_T)
+            return super().rope_and_write_kv(qkv_TC, num_heads, rotation, norms, view, slots_T)
         count, columns = qkv_TC.shape
         k_SHD, v_SHD = view
         _, kv_heads, key_width = k_SHD.shape

@@ -68,7 +68,7 @@ class TritonRows(ReferenceRows):
                 )
         return out
 
-    def place_qkv(
+    def rope_and_write_kv(
         self,
         qkv_TC: Tensor,
         num_heads: int,
@@ -90,7 +90,7 @@ class TritonRows(ReferenceRows):
             or max(dk, dv) > AT_ONCE
             or (rotation is not None and rotation.cos_T1R.stride() != rotation.sin_T1R.stride())
         ):
-            return super().place_qkv(qkv_TC, num_heads, rotation, norms, view, slots_T)
+            return super().rope_and_write_kv(qkv_TC, num_heads, rotation, norms, view, slots_T)
         count, rotary, angle_stride = qkv_TC.shape[0], 0, 0
         cos = sin = slots_T
         if rotation is not None:

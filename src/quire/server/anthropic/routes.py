@@ -12,7 +12,7 @@ from starlette.responses import Response
 from quire.server.anthropic.blocks import BlockTurns
 from quire.server.anthropic.body import REFUSED, RENAMED, CountedMessages, MessagesRequest, chat_of
 from quire.server.anthropic.events import MessagesReply
-from quire.server.http.bodies import BodyRoute, aside
+from quire.server.http.bodies import BodyRoute, off_loop
 from quire.server.http.errors import MESSAGES, REFUSED_VALUES, AnthropicErrorBody, ApiError
 from quire.server.http.events import STREAMED
 from quire.server.http.foreign_fields import UNLISTED
@@ -52,9 +52,9 @@ async def _chat(body: CountedMessages, request: Request) -> AsyncIterator[tuple[
     """Yield the chat that a body becomes, and let errors of it name the fields of the body."""
     refuse_fields(body, REFUSED)
     refuse_fields(body, UNLISTED)
-    turns = await aside(request, lambda: BlockTurns(body.system, body.messages))
+    turns = await off_loop(request, lambda: BlockTurns(body.system, body.messages))
     turns.places |= RENAMED
-    chat = await aside(request, lambda: chat_of(request.app.state.context, body, turns))
+    chat = await off_loop(request, lambda: chat_of(request.app.state.context, body, turns))
     try:
         yield turns, chat
     except ApiError as error:

@@ -160,7 +160,7 @@ class BodyRoute(APIRoute):
             found = _ParsedRequest(request.scope, request.receive)
             body = await found.body()
             if body and _is_json(request.headers.get("content-type", "")):
-                found.value = await aside(found, lambda: parsed(body, kind))
+                found.value = await off_loop(found, lambda: parsed(body, kind))
             return await handle(found)
 
         return handler
@@ -174,7 +174,7 @@ class _ParsedRequest(Request):
         return self.value
 
 
-async def aside(request: Request, function: Callable[[], T]) -> T:
+async def off_loop(request: Request, function: Callable[[], T]) -> T:
     """Call a function whose time grows with a request's body, on a worker thread if that is
     large."""
     return function() if len(await request.body()) < LARGE_BODY else await asyncio.to_thread(function)

@@ -16,7 +16,7 @@ from quire.base.errors import InvalidArgument
 from quire.base.outputs import RequestOutput
 from quire.base.sampling_params import SamplingParams
 from quire.base.segments import BlendParams, Segment
-from quire.server.http.bodies import BodyRoute, aside
+from quire.server.http.bodies import BodyRoute, off_loop
 from quire.server.http.context import Context
 from quire.server.http.errors import ApiError, bad_field, naming
 from quire.server.http.events import STREAMED
@@ -111,9 +111,9 @@ async def _read(request: Request, body: ChatRequest) -> _Asked:
     body, prefetching = for_prefetch(body, hints)
     given = [tool.model_dump(exclude_unset=True) for tool in body.tools or ()]
     asked = body.messages
-    segmented, listed, marks = await aside(request, lambda: without_marks(asked, given))
+    segmented, listed, marks = await off_loop(request, lambda: without_marks(asked, given))
     try:
-        bare, _ = await aside(request, lambda: without_segments(segmented))
+        bare, _ = await off_loop(request, lambda: without_segments(segmented))
     except InvalidArgument as error:
         raise ApiError(400, str(error), param=error.field, code="invalid_argument") from None
     tools = ToolChoice.of(body, listed)
@@ -221,7 +221,7 @@ async def count_chat(request: Request, body: ChatRequest) -> int:
     context.adapter_of(body.model)
     tokenizer = _tokenizer(context)
     given = [tool.model_dump(exclude_unset=True) for tool in body.tools or ()]
-    messages, listed, _ = await aside(request, lambda: without_marks(body.messages, given))
+    messages, listed, _ = await off_loop(request, lambda: without_marks(body.messages, given))
     tools = ToolChoice.of(body, listed)
     _params(context, body, tools)
     with naming({}, "messages"):

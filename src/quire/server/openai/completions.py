@@ -11,7 +11,7 @@ from starlette.responses import Response
 from quire.async_llm import SampleDelta
 from quire.base.sampling_params import SamplingParams
 from quire.base.segments import Segment
-from quire.server.http.bodies import BodyRoute, aside, check_count
+from quire.server.http.bodies import BodyRoute, check_count, off_loop
 from quire.server.http.context import Context
 from quire.server.http.errors import bad_field, naming
 from quire.server.http.events import STREAMED
@@ -48,7 +48,7 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
     given, fields = asked_by(context, body)
     params = _params(context, body, given, fields)
     if body.session_id is not None:
-        prompt = await aside(request, lambda: _session_prompt(body))
+        prompt = await off_loop(request, lambda: _session_prompt(body))
         with naming(fields, "session_id"):
             source = ClientSessionStream(
                 context,
@@ -63,7 +63,7 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
             reply.hints = hints
             return await answer_in_session(request, reply, source)
     adapter = context.adapter_of(body.model)
-    prompts = await aside(request, lambda: _prompts(body.prompt))
+    prompts = await off_loop(request, lambda: _prompts(body.prompt))
     check_number(context, len(prompts), params.n)
     found = await _encoded(context, request, prompts, fields)
     ids = [one.ids for one in found]

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
-from quire.server.http.bodies import BodyRoute, aside
+from quire.server.http.bodies import BodyRoute, off_loop
 from quire.server.http.context import Context
 from quire.server.http.errors import ApiError, bad_field
 from quire.server.http.events import STREAMED, JsonAnswer, long_answer
@@ -46,7 +46,7 @@ async def create(body: ResponseRequest, request: Request) -> Response:
         items += stored.items + stored.body["output"]
         salt = stored.salt if salt is None else salt
     before = len(items)
-    for number, item in enumerate(await aside(request, lambda: list(read_items(body.input)))):
+    for number, item in enumerate(await off_loop(request, lambda: list(read_items(body.input)))):
         if item["type"] == "item_reference":
             found = await context.responses.item(owner, item["id"])
             if found is None:
@@ -57,14 +57,14 @@ async def create(body: ResponseRequest, request: Request) -> Response:
         items.append(item)
     if len(items) == before:
         raise bad_field("input", "input must hold at least one item, got none", code="invalid_argument")
-    messages = await aside(request, lambda: messages_of(items, lambda number: f"input.{number - before}"))
+    messages = await off_loop(request, lambda: messages_of(items, lambda number: f"input.{number - before}"))
     replies: list[ResponseReply] = []
 
     def made(*given: Any) -> ChatReply:
         replies.append(ResponseReply(body, items, *given))
         return replies[-1]
 
-    chat = await aside(request, lambda: chat_request(context, body, messages, salt))
+    chat = await off_loop(request, lambda: chat_request(context, body, messages, salt))
     stored_before = sum(len(str(message)) for message in messages) if before else 0
     with _renamed():
         answer = await answer_chat(request, chat, made, more=stored_before)

@@ -19,7 +19,7 @@ from starlette.responses import Response
 from quire.async_llm import AsyncSession
 from quire.base.errors import FailedPrecondition, InvalidArgument, NotFound, Unsupported
 from quire.base.sampling_params import SamplingParams
-from quire.server.http.bodies import BodyRoute, aside
+from quire.server.http.bodies import BodyRoute, off_loop
 from quire.server.http.context import Context
 from quire.server.http.errors import ApiError, bad_field, naming
 from quire.server.http.events import STREAMED, EventStream, JsonAnswer, long_answer, unless_gone
@@ -196,7 +196,7 @@ async def upload(
 async def generate_many(body: GenerateManyBody, request: Request) -> Response:
     """Continue several sessions in one batch, each as by itself. Their new tokens stay in them."""
     context = _context(request)
-    params = await aside(request, lambda: _params_of_all(context, body))
+    params = await off_loop(request, lambda: _params_of_all(context, body))
     batch = SessionBatch(request, context, body, params)
     try:
         await unless_gone(request, batch.check())

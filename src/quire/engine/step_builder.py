@@ -31,7 +31,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Scheduled:
+class ScheduledStep:
     """A step and its requests: ``extensions[i]`` of ``requests[i]`` runs ``step.chunks[i]``."""
 
     step: Step
@@ -48,7 +48,7 @@ class Scheduled:
 
 
 @dataclass(slots=True)
-class StepDraft:
+class StepBuilder:
     """A step that the scheduler is filling. (The drafts of speculation are in ``drafts``.)"""
 
     budget: int
@@ -86,7 +86,7 @@ class StepDraft:
         and at most ``most``."""
         branch, wants, stops = request.branch, request.output.wants, request.asked.stops
         remaining, computed = branch.remaining, branch.computed
-        room = (self.budget if remaining == 1 else self.budget - self.kept) * branch.dilution
+        room = (self.budget if remaining == 1 else self.budget - self.kept) * branch.budget_factor
         if wants == "all":
             room = min(room, self.rows)
         if (end := branch.runs.end(computed)) is not None:
@@ -110,7 +110,7 @@ class StepDraft:
     def _spend(self, request: Request, count: int) -> None:
         owner, blend, spent = request.asked.owner, request.branch.blend, count
         if blend is not None:
-            spent = -(-abs(count) // blend.dilution) * (1 if count > 0 else -1)
+            spent = -(-abs(count) // blend.budget_factor) * (1 if count > 0 else -1)
         self.budget -= spent
         self.used[owner] = self.used.get(owner, 0) + spent
         if request.output.wants == "all":
@@ -129,14 +129,14 @@ def scheduled(
     drafts: Sequence[tuple[int, ...]] = (),
     *,
     trees: bool = False,
-) -> Scheduled:
+) -> ScheduledStep:
     """Return the step of the next ``counts[i]`` tokens of each request, and ``drafts[i]`` behind
     them. ``trees``: drafts run as a tree of one path, of which each node keeps the states of
     recurrent layers."""
     extensions = tuple(Extension(one.branch, one.branch.computed, one.branch.runs) for one in requests)
     chunks = tuple(map(_chunk, requests, extensions, counts, checkpoints))
     if not any(drafts):
-        return Scheduled(Step(chunks=chunks), tuple(requests), extensions, tuple(failed))
+        return ScheduledStep(Step(chunks=chunks), tuple(requests), extensions, tuple(failed))
     for extension, draft in zip(extensions, drafts, strict=True):
         if draft and trees:
             extension.parents = tuple(range(-1, len(draft)))
@@ -144,7 +144,7 @@ def scheduled(
         extension.chunk(np.array([*chunk.tokens, *draft], dtype=np.int64), "all") if draft else chunk
         for extension, chunk, draft in zip(extensions, chunks, drafts, strict=True)
     )
-    return Scheduled(Step(chunks=chunks), tuple(requests), extensions, tuple(failed), tuple(drafts))
+    return ScheduledStep(Step(chunks=chunks), tuple(requests), extensions, tuple(failed), tuple(drafts))
 
 
 def _chunk(request: Request, extension: Extension, count: int, checkpoints: tuple[int, ...]) -> Chunk:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from quire.engine.request import Request
-from quire.engine.step_draft import Scheduled
+from quire.engine.step_builder import ScheduledStep
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,10 +29,10 @@ class DraftRows:
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
+class InFlightStep:
     """A step that was queued and whose tokens are not read."""
 
-    scheduled: Scheduled
+    scheduled: ScheduledStep
     drawing: Drawing
     mark: StepMark
     launched: float
@@ -43,16 +43,16 @@ class Flight:
     """The requests whose drafts it has run."""
 
 
-class Flights:
+class InFlightSteps:
     """The steps of an engine that are in flight."""
 
     def __init__(self, branches: SessionBranches) -> None:
         self._branches = branches
         self.stepping = False
         """Whether a step is under way."""
-        self.last: Flight | None = None
+        self.last: InFlightStep | None = None
         """The last step that was queued, while its tokens are not read."""
-        self.reading: Flight | None = None
+        self.reading: InFlightStep | None = None
         """The step before it, while its tokens are being read."""
 
     def withdraw(self, request: Request) -> None:
@@ -62,7 +62,7 @@ class Flights:
             return
         ahead = self.last is not None and request in self.last.scheduled.requests
         if ahead or request in self.reading.drafted:
-            self._branches.take_back(request.branch, request.branch.computed)
+            self._branches.rollback(request.branch, request.branch.computed)
 
     def repair(self, running: Iterable[Request]) -> None:
         """Correct the requests' counts of computed tokens, after an interrupted step."""
@@ -71,4 +71,4 @@ class Flights:
                 flight.drawing.drop()
         self.last = self.reading = None
         for request in running:
-            self._branches.take_back(request.branch, len(request.branch.tokens) - 1)
+            self._branches.rollback(request.branch, len(request.branch.tokens) - 1)

@@ -15,7 +15,7 @@ COMPARED = 16
 """Prompts with the same beginning, of those that arrived last, with which a new one is compared."""
 
 
-class Partings:
+class BranchPoints:
     """The requests under way, by their keys and first tokens."""
 
     def __init__(self) -> None:
@@ -27,10 +27,10 @@ class Partings:
         return len(self._alike)
 
     def note(self, request: Request) -> None:
-        """Note the positions of states to keep for a new request: its partings from others, and the
-        position before its last token, which a request of the same tokens runs again (without
-        logits: its end)."""
-        request.seat.partings.add(len(request.branch.tokens) - (request.output.wants != "none"))
+        """Note the positions of states to keep for a new request: its branch points with others,
+        and the position before its last token, which a request of the same tokens runs again
+        (without logits: its end)."""
+        request.seat.branch_points.add(len(request.branch.tokens) - (request.output.wants != "none"))
         if not request.branch.cacheable or len(request.branch.tokens) <= LEAST:
             return
         alike = self._alike.setdefault(_name(request), {})
@@ -38,8 +38,8 @@ class Partings:
             common = common_prefix(request.branch.tokens.ids, other.branch.tokens.ids)
             common = min(common, len(request.branch.tokens) - 1, len(other.branch.tokens) - 1)
             if common >= LEAST:
-                other.seat.partings.add(common)
-                request.seat.partings.add(common)
+                other.seat.branch_points.add(common)
+                request.seat.branch_points.add(common)
         alike[request] = None
 
     def forget(self, request: Request) -> None:

@@ -1,5 +1,5 @@
-"""``Errands``: a daemon thread for background work. The exit of the process does not wait for
-it."""
+"""``BackgroundWorker``: a daemon thread for background work. The exit of the process does not
+wait for it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Calls = SimpleQueue[Callable[[], None] | None]
 CLOSE_SECONDS = 2.0
 
 
-class Errands:
+class BackgroundWorker:
     """Calls, one after the other, on a thread that starts with the first one."""
 
     def __init__(self, name: str) -> None:

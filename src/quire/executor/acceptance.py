@@ -18,7 +18,7 @@ from quire.contracts.executor import RequestSampling
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class AcceptResult:
     """The accepted drafts in order, and in exact mode ``next_probs``, float32 ``[1, V]``."""
 
     path: tuple[int, ...]
@@ -63,16 +63,16 @@ def check_draft_probabilities(probabilities: Tensor, drafts: Sequence[int], voca
     return p_kV
 
 
-def judge_by_threshold(
+def accept_by_threshold(
     logits_RV: Tensor, drafts: Sequence[int], threshold: float, parents: Sequence[int] | None = None
-) -> Verdict:
+) -> AcceptResult:
     """Accept a draft d while ``p(d) >= threshold * max_v p(v)``, p the softmax before it.
 
     ``parents``: of each draft, -1 for the input token; None: a chain. Of several drafts that pass,
     the most probable one is taken, the first of equals.
     """
     if not drafts:
-        return Verdict(())
+        return AcceptResult(())
     before = list(range(len(drafts))) if parents is None else [parent + 1 for parent in parents]
     rows_kV = logits_RV[before].double()
     drafted_k = rows_kV.gather(1, torch.tensor(drafts, device=rows_kV.device)[:, None])[:, 0]
@@ -81,7 +81,7 @@ def judge_by_threshold(
     path: list[int] = []
     while passing := [child for child in _children(before, path) if ratios[child] >= threshold]:
         path.append(max(passing, key=lambda child: ratios[child]))
-    return Verdict(tuple(path))
+    return AcceptResult(tuple(path))
 
 
 def _children(before: Sequence[int], path: Sequence[int]) -> list[int]:
@@ -91,13 +91,13 @@ def _children(before: Sequence[int], path: Sequence[int]) -> list[int]:
     return [draft for draft, place in enumerate(before) if place == row]
 
 
-def judge_by_sampling(
+def rejection_sample(
     logits_RV: Tensor,
     drafts: Sequence[int],
     draft_kV: Tensor,
     sampling: RequestSampling,
     parents: Sequence[int] | None = None,
-) -> Verdict:
+) -> AcceptResult:
     """Accept by rejection sampling; the output then has the target's distribution.
 
     d, drawn from pD, is accepted iff u * pD(d) < pT(d) (Leviathan et al., arXiv:2211.17192). After
@@ -122,7 +122,7 @@ def judge_by_sampling(
             total = float(rest_V.sum())
             target_V = rest_V / total if total > 0 else target_V
         else:
-            return Verdict(tuple(path), target_V[None].to(logits_RV.device, torch.float32))
+            return AcceptResult(tuple(path), target_V[None].to(logits_RV.device, torch.float32))
 
 
 def _targets(logits_RV: Tensor, drafted: Sequence[int], sampling: RequestSampling) -> Tensor:

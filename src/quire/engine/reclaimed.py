@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from quire.base.finalizers import Orphans
+from quire.base.finalizers import FinalizerQueue
 from quire.base.types import Edit, SeqId
 from quire.branches.session_branches import SessionBranches
 from quire.branches.stored_state import StoredState
 from quire.engine.checkpoints import Checkpoints
-from quire.engine.flights import Flights
+from quire.engine.in_flight import InFlightSteps
 from quire.engine.pins import PrefixPins
 from quire.engine.request_queues import RequestQueues
 from quire.engine.requests import Requests
@@ -43,37 +43,39 @@ class EngineSequences:
 
 
 @dataclass(eq=False, kw_only=True)
-class EngineGiver:
-    """An engine, as a ``Giver``."""
+class EngineReclaim:
+    """An engine, as a ``SequenceOwner``."""
 
     requests: Requests
-    flights: Flights
+    in_flight: InFlightSteps
     branches: SessionBranches
     stored: StoredState
     checkpoints: Checkpoints | None
     prefix_pins: PrefixPins
-    orphans: Orphans
+    finalizers: FinalizerQueue
 
-    def give_up(self, rank: Rank) -> bool:
+    def reclaim_one(self, rank: Rank) -> bool:
         """Give up one thing of this rank."""
         kept = self.checkpoints
         match rank:
-            case Rank.ORPHANS:
+            case Rank.FINALIZERS:
                 # In a step the yielding request is alone, and asks for itself.
-                return self.orphans.bury() or (not self.flights.stepping and self.requests.end_yielding())
+                return self.finalizers.run_finalizers() or (
+                    not self.in_flight.stepping and self.requests.end_yielding()
+                )
             case Rank.SCARCE_STATES:
                 states = self.branches.runner.state.num_available_states
-                return kept is not None and not states and kept.give_up()
+                return kept is not None and not states and kept.drop_one()
             case Rank.WRITING:
-                return self.stored.relieve()
+                return self.stored.drop_pending_writes()
             case Rank.PREFIXES:
                 self.prefix_pins.expire()
                 return self.branches.evict()
             case Rank.IDLE:
                 return self.requests.yielding is None and self.branches.drop_idle()
             case Rank.STATES:
-                return kept is not None and kept.give_up()
+                return kept is not None and kept.drop_one()
 
-    def loose(self) -> set[SeqId]:
+    def reclaimable(self) -> set[SeqId]:
         """Return the sequences that it could give up."""
-        return self.branches.loose() | self.stored.forks
+        return self.branches.reclaimable() | self.stored.forks

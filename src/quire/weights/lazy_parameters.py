@@ -20,7 +20,7 @@ from quire.weights.checkpoint import Checkpoint
 from quire.weights.places import Place, parameter_dtypes, parameter_shapes
 
 
-class LateParameters(Mapping[str, Tensor]):
+class LazyParameters(Mapping[str, Tensor]):
     """The parameters of an open checkpoint by name, while its model is loaded.
 
     ``weights[name]`` is read on access. Linear maps take ``late`` matrices instead, which are
@@ -46,7 +46,7 @@ class LateParameters(Mapping[str, Tensor]):
             self._tensors[place.parameter][tensor] = place
         self._parameters, self._memories = allocate(shapes, dtype, device, parameter_dtypes(places))
         self._unread = set(shapes)
-        self._late: dict[int, _Late] = {}
+        self._lazy: dict[int, _Lazy] = {}
         self._scratch, self._inside = torch.empty(0, dtype=torch.uint8), ""
         self._counted: set[str] = set()
 
@@ -63,12 +63,12 @@ class LateParameters(Mapping[str, Tensor]):
         return len(self._parameters)
 
     def late(self, name: str) -> Tensor:
-        """Return a parameter without values: before ``settle`` only its shape and type are valid,
-        and ``read`` returns its values."""
+        """Return a parameter without values: before ``materialize`` only its shape and type are
+        valid, and ``read`` returns its values."""
         parameter = self._parameters[name]
         if name in self._unread and name in self._memories:
             memory = self._memories[name]
-            self._late[parameter.data_ptr()] = _Late(name, parameter.dtype, tuple(parameter.shape), memory)
+            self._lazy[parameter.data_ptr()] = _Lazy(name, parameter.dtype, tuple(parameter.shape), memory)
             return parameter
         return self[name]
 
@@ -78,21 +78,21 @@ class LateParameters(Mapping[str, Tensor]):
 
     def read(self, weight: Tensor) -> Tensor:
         """Return the values of ``weight``, a parameter or a part of one, until the next call."""
-        late = self._late.get(weight.untyped_storage().data_ptr())
+        late = self._lazy.get(weight.untyped_storage().data_ptr())
         if late is None or late.name not in self._unread:
             return weight
         values = self._values(late)
         return values.as_strided(weight.shape, weight.stride(), values.storage_offset() + weight.storage_offset())
 
-    def settle(self) -> None:
+    def materialize(self) -> None:
         """Read the late parameters that are still in use into their own memory."""
         self._scratch, self._inside = torch.empty(0, dtype=torch.uint8), ""
-        for late in self._late.values():
+        for late in self._lazy.values():
             if late.name in self._unread and (memory := late.memory()) is not None:
                 self._fill(late.name, torch.from_numpy(memory).view(late.dtype).view(late.shape))
         self._unread.clear()
 
-    def _values(self, late: _Late) -> Tensor:
+    def _values(self, late: _Lazy) -> Tensor:
         (tensor, place), *others = self._tensors[late.name].items()
         if not others and place.format.is_plain:
             found = self._checkpoint.source.read(tensor)
@@ -123,7 +123,7 @@ class LateParameters(Mapping[str, Tensor]):
 
 
 @dataclass(frozen=True, slots=True)
-class _Late:
+class _Lazy:
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -132,8 +132,8 @@ class _Late:
 
 def late(parameters: Mapping[str, Tensor], name: str) -> Tensor:
     """Return a parameter for a ``Linear`` or a table, without values until the model is packed; see
-    ``LateParameters.late``."""
-    return parameters.late(name) if isinstance(parameters, LateParameters) else parameters[name]
+    ``LazyParameters.late``."""
+    return parameters.late(name) if isinstance(parameters, LazyParameters) else parameters[name]
 
 
 def allocate(
