@@ -27,6 +27,9 @@ settings.register_profile("ci", derandomize=True, deadline=None, max_examples=40
 settings.register_profile("random", deadline=None)
 settings.load_profile("ci")
 
+pytest_plugins = ["tests.small_llms"]
+"""Fixtures of small models, for every room."""
+
 TURNS = {"hybrid": 3, "checkpoint": 3}
 """Fixtures over kinds of models, and how many of these take turns: ``turns(n)`` for all tests that
 use them and say nothing else.

@@ -6,6 +6,8 @@ a cache that rounds as it does, so that suites compare with the same model over 
 
 from __future__ import annotations
 
+import functools
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -92,9 +94,27 @@ def kept_in_int8() -> Iterator[pytest.MonkeyPatch]:
         yield patch
 
 
-def suites(*modules: ModuleType, without: set[str]) -> Iterator[tuple[str, Callable[..., None]]]:
-    """Yield the tests of these modules, by new names."""
+TURNS = 3
+"""Formats take turns in ``make test``: a test of a suite runs over one of two, or none."""
+
+
+def suites(
+    *modules: ModuleType, without: set[str], turn: int, slow: set[str] = frozenset()
+) -> Iterator[tuple[str, Callable[..., None]]]:
+    """Yield the tests of these modules, by new names. Those of another ``turn`` are slow."""
     for module in modules:
         for name, test in vars(module).items():
             if name.startswith("test_") and name not in without and test.__module__ == module.__name__:
-                yield f"{module.__name__.rpartition('.')[2]}__{name}", test
+                quick = name not in slow and zlib.crc32(name.encode()) % TURNS == turn
+                yield f"{module.__name__.rpartition('.')[2]}__{name}", test if quick else _slow(test)
+
+
+def _slow(test: Callable[..., None]) -> Callable[..., None]:
+    """Return the test with a mark that the test of the suite itself does not have."""
+
+    @functools.wraps(test)
+    def marked(*args: Any, **given: Any) -> None:
+        test(*args, **given)
+
+    marked.pytestmark = [*getattr(test, "pytestmark", ()), pytest.mark.slow.mark]  # type: ignore[attr-defined]
+    return marked

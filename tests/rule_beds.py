@@ -16,7 +16,7 @@ import pytest
 import tokenizers
 import torch
 import transformers
-from tests.engine.conftest import CONTEXT, Checkpoint, engine_of, greedy, random_tokens
+from tests.small_llms import CONTEXT, Checkpoint, engine_of, greedy, random_tokens
 from tests.test_parity import FAMILIES, SIZES
 from torch import Tensor
 

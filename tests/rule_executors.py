@@ -13,9 +13,9 @@ from tempfile import TemporaryDirectory
 
 import torch
 from safetensors.torch import save_file
-from tests.engine.conftest import CONTEXT, Checkpoint, random_tokens
 from tests.executor.conftest import inputs, prompt, token
 from tests.rule_beds import PROMPT, Bed, causal_mask, keeping, refused
+from tests.small_llms import CONTEXT, Checkpoint, random_tokens
 
 from quire.contracts.executor import VISION_PLACEHOLDER, ExecutorInputs, ModelAssets, TextData, VisionData
 from quire.executor.llm_executor import LlmExecutor

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from tests.engine.conftest import CONTEXT, check, engine_of, greedy, random_tokens
 from tests.exact import Float64
 from tests.rule_beds import OPTIONS, PROMPT, Bed, causal_mask, refused
+from tests.small_llms import CONTEXT, check, engine_of, greedy, random_tokens
 from torch import Tensor
 
 from quire import AsyncLLM, BeamSearchParams, BlendParams, SamplingParams, Segment, StructuredOutputs

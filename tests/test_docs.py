@@ -38,7 +38,7 @@ def examples() -> list[tuple[str, str]]:
     return found
 
 
-@pytest.mark.product(2)
+@pytest.mark.product(3)
 @pytest.mark.parametrize(("name", "code"), examples(), ids=[name for name, _ in examples()])
 def test_example_runs_as_pasted(
     name: str, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest

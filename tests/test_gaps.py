@@ -6,8 +6,8 @@ import random
 from pathlib import Path
 
 import pytest
-from tests.engine.conftest import BYTES_PER_TOKEN, check, engine_of, greedy, make_checkpoint, random_tokens
 from tests.kv.pair import Pair
+from tests.small_llms import BYTES_PER_TOKEN, check, engine_of, greedy, make_checkpoint, random_tokens
 
 from quire import LLM
 from quire.branches.prefix_cache import RadixCache

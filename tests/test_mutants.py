@@ -48,9 +48,16 @@ def changes_code(text: str, body: list[ast.stmt], mutant: Mutant) -> bool:
     """
     first = text[: text.index(mutant.old)].count("\n")
     last = first + mutant.old.count("\n")
-    begin = max((node.end_lineno or 0 for node in body if (node.end_lineno or 0) <= first), default=0)
-    end = min((node.end_lineno or 0 for node in body if (node.end_lineno or 0) > last), default=last + 1)
-    part = "\n".join(text.split("\n")[begin:end])
+    depth = 0
+    while True:
+        begin = max((node.end_lineno or 0 for node in body if (node.end_lineno or 0) <= first), default=0)
+        inside = next((node for node in body if begin <= first and (node.end_lineno or 0) > last), None)
+        if not isinstance(inside, ast.ClassDef) or inside.body[0].lineno > first + 1:
+            break
+        body, depth = inside.body, depth + 1
+    end = last + 1 if inside is None else inside.end_lineno
+    around = [f"{'    ' * one}if True:" for one in range(depth)]
+    part = "\n".join([*around, *text.split("\n")[begin:end]])
     return ast.dump(ast.parse(part)) != ast.dump(ast.parse(part.replace(mutant.old, mutant.new)))
 
 

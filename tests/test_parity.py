@@ -253,7 +253,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     for number, family in enumerate(sorted(FAMILIES)):
         for turn, chunk in enumerate(CHUNKS if chunked else [0]):
             usual = (number + turn + tests.index(name)) % len(PAGE_SIZES)
-            quick = family in STATES or (name in OF_THE_FAMILY and turn == number % (2 if chunked else 1))
+            quick = turn % 2 == number % 2 if family in STATES and chunked else family in STATES
+            quick = quick or (name in OF_THE_FAMILY and turn == number % (2 if chunked else 1))
             for index, size in enumerate(PAGE_SIZES):
                 values = (family, size, chunk) if chunked else (family, size)
                 cases.append(pytest.param(*values, marks=() if quick and index == usual else pytest.mark.slow))

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 from tests import rule_executors, rule_uses
-from tests.engine.conftest import assert_empty
 from tests.rule_beds import KINDS, PROMPT, Bed
+from tests.small_llms import assert_empty
 
 from quire import LLM
 from quire.base.errors import Unsupported

@@ -18,6 +18,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.examples import examples
 from torch import Tensor
 
 from quire.adapters import low_rank as fast
@@ -238,7 +239,7 @@ def forward_and_compare(
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("native", [True, False], ids=["native", "torch"])
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(8, 20), deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_any_batch_gives_what_the_reference_gives(dtype: torch.dtype, native: bool, device: str, seed: int) -> None:
     if device == "cuda" and dtype != torch.float32:

@@ -252,14 +252,14 @@ class TestQuality:
 
 class TestEngine:
     @pytest.mark.parametrize("select", get_args(SelectName)[1:])
-    def test_computes_what_plain_torch_does(self, model: PlainLlama, cases: list[Case], select: SelectName) -> None:
+    def test_computes_what_plain_torch_does(self, model: PlainLlama, select: SelectName) -> None:
         """The same number of rows, the same answers; of cached rows that are wrong."""
         off = 0.0
         with LLM(KEPT, dtype="float32", device="cpu", kv_cache_memory="64MiB", max_model_len=512) as llm:
             llm.engine.stored.is_worth = lambda tokens, nbytes: True  # whatever the machine is busy with
-            for case in cases[45::15]:
-                made, first = case.question, list[torch.Tensor]()
-                assert made is not None
+            drawn = [(random.Random(f"1/blend/{hops}"), hops) for hops in (1, 2)]
+            for made in [make_question(rng, Kind(), hops) for rng, hops in drawn for _ in range(40)][5::15]:
+                case, first = make_case(model, made.chunks, made.ask, question=made), list[torch.Tensor]()
                 prompt = [[BOS, *made.chunks[0]], *map(Segment, made.chunks[1:]), list(made.ask)]
                 llm.warm(prompt[1:-1])
                 greedy = SamplingParams(

@@ -70,7 +70,7 @@ def test_a_model_without_a_chat_template_gets_one(clients: Any, folder: str, tmp
 @pytest.mark.parametrize(
     ("package", "rows"),
     [
-        ("openai", {"openai-chat": (), "openai-responses": ()}),
+        pytest.param("openai", {"openai-chat": (), "openai-responses": ()}, marks=pytest.mark.slow),
         pytest.param(
             "pydantic-ai-slim",
             {"pydantic-ai-chat": ("details",), "pydantic-ai-responses": ("details",)},

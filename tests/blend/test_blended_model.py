@@ -31,6 +31,7 @@ from tests.blend.small_model import (
     run,
     small_model,
 )
+from tests.examples import examples
 
 from quire.base.blend_inputs import BlendedRows
 from quire.contracts.blend import BlendOutput
@@ -76,7 +77,7 @@ def alike(one: Answer, other: Answer) -> None:
         assert_close(one.v[layer], other.v[layer])
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(10, 20))
 @given(kinds, seeds, batch_lengths, st.sampled_from([(0,), (1,), (2,), (0, 1), (1, 2, 3)]))
 def test_ratio_1_is_a_full_prefill(kind: str, seed: int, batch: list[list[int]], layers: tuple[int, ...]) -> None:
     model, prompts = random_batch(kind, seed, batch, ratio=1.0)
@@ -85,7 +86,7 @@ def test_ratio_1_is_a_full_prefill(kind: str, seed: int, batch: list[list[int]],
         assert_full(model, prompt, answer, all_rows=True)
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(10, 20))
 @given(kinds, seeds, batch_lengths, st.sampled_from([(0,), (1,), (2,), (1, 2, 3)]))
 def test_true_rows_change_nothing(kind: str, seed: int, batch: list[list[int]], layers: tuple[int, ...]) -> None:
     """The fixed point: whatever rows run, with any ratio and any holes."""
@@ -104,7 +105,7 @@ def test_a_bottom_right_mask_does_not_pass_for_that() -> None:
     assert_full(model, prompts[0], whole, all_rows=True)
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(10, 20))
 @given(kinds, seeds, segment_lengths, st.data())
 def test_no_row_depends_on_a_row_behind_it(kind: str, seed: int, lengths: list[int], data: st.DataObject) -> None:
     model, draw = small_model(kind), np.random.default_rng(seed)
@@ -143,7 +144,7 @@ def test_a_prefix_at_its_own_place_is_plain_reuse(kind: str, seed: int, prefix: 
     assert_full(model, prompt, answer, all_rows=True)
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(10, 20))
 @given(kinds, seeds, segment_lengths, st.sampled_from(RATIOS))
 def test_where_a_chunk_was_captured_does_not_matter(kind: str, seed: int, lengths: list[int], ratio: float) -> None:
     """777 positions later everything is as it was, and the same rows run."""
@@ -165,7 +166,7 @@ def _further(model: SmallModel, layer: int, k: torch.Tensor, distance: int) -> t
     return turned
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(15, 30))
 @given(st.sampled_from([torch.nan, torch.inf, 1e30, 7.0]), kinds, seeds, batch_lengths)
 def test_rows_that_are_not_valid_do_not_matter(rubbish: float, kind: str, seed: int, batch: list[list[int]]) -> None:
     model, prompts = random_batch(kind, seed, batch)
@@ -180,7 +181,7 @@ def test_rows_that_are_not_valid_do_not_matter(rubbish: float, kind: str, seed: 
         assert_same(one, two)
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(10, 20))
 @given(kinds, seeds, batch_lengths, st.randoms(use_true_random=False))
 def test_requests_of_a_batch_do_not_meet(kind: str, seed: int, batch: list[list[int]], shuffle: object) -> None:
     """In any order, among requests with a context, nothing valid, or one row that is decoded."""
@@ -196,7 +197,7 @@ def test_requests_of_a_batch_do_not_meet(kind: str, seed: int, batch: list[list[
         alike(run(model, executor, [prompts[at]])[0], answer)
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(10, 20))
 @given(kinds, seeds, batch_lengths, st.integers(1, LAYERS))
 def test_executors_remember_nothing(kind: str, seed: int, batch: list[list[int]], stop: int) -> None:
     """After a forward, or one that was given up; and nothing that is given changes."""
@@ -213,7 +214,7 @@ def test_executors_remember_nothing(kind: str, seed: int, batch: list[list[int]]
         assert all(map(torch.equal, kept, now))
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(10, 20))
 @given(kinds, seeds, batch_lengths, st.sampled_from([(0,), (1,), (3,), (1, 2)]), st.sampled_from(RATIOS))
 def test_shapes_and_positions(
     kind: str, seed: int, batch: list[list[int]], layers: tuple[int, ...], ratio: float
@@ -284,7 +285,7 @@ def test_the_first_segment_is_right_already(kind: str, seed: int, first: int, se
     assert len(answer.rows) == 2 + -(-(first + second) // 10)
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(10, 20))
 @given(kinds, seeds, batch_lengths, st.integers(0, LAYERS - 1))
 def test_at_the_check_layer_all_rows_are_right(kind: str, seed: int, batch: list[list[int]], layer: int) -> None:
     model, prompts = random_batch(kind, seed, batch)
@@ -296,7 +297,7 @@ def test_at_the_check_layer_all_rows_are_right(kind: str, seed: int, batch: list
             assert_close(answer.v[before], full.v[before])
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(10, 20))
 @given(kinds, seeds, segment_lengths, st.data())
 def test_a_context_is_as_rows_that_were_forced(kind: str, seed: int, lengths: list[int], data: st.DataObject) -> None:
     model, draw = small_model(kind), np.random.default_rng(seed)
@@ -322,7 +323,7 @@ def test_a_context_is_as_rows_that_were_forced(kind: str, seed: int, lengths: li
         assert_close(one.v[layer], two.v[layer])
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(10, 20))
 @given(kinds, seeds, segment_lengths, st.data())
 def test_a_prompt_in_pieces_is_as_one_run(kind: str, seed: int, lengths: list[int], data: st.DataObject) -> None:
     """If the last row of each piece is forced, as it always runs."""
@@ -353,7 +354,7 @@ def test_a_prompt_in_pieces_is_as_one_run(kind: str, seed: int, lengths: list[in
         assert_close(one.v[layer], two.v[layer])
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(10, 20))
 @given(kinds, seeds, batch_lengths, st.sampled_from(["v", "kv", "random"]))
 def test_several_layers_select_fewer_and_fewer(kind: str, seed: int, batch: list[list[int]], score: str) -> None:
     """Each has a budget of its own, a share of the same candidates."""

@@ -17,10 +17,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 import transformers
 from safetensors.torch import load_file, save_file
+from tests.small_llms import CONTEXT, GEOMETRY, VOCAB, Checkpoint
 from tests.test_parity import FAMILIES, SIZES
 from torch import Tensor
-
-from .conftest import CONTEXT, GEOMETRY, VOCAB, Checkpoint
 
 DRAFTED = 40
 """Tokens of a head with a vocabulary of its own."""

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.small_llms import CONTEXT, VOCAB, Checkpoint, MakeLLM, check, greedy, random_tokens, record
 
 from quire import (
     LLM,
@@ -27,8 +28,6 @@ from quire import (
 from quire.base.config import EngineConfig
 from quire.text.token_ids import as_token_ids
 from small_tokenizers import saved
-
-from .conftest import CONTEXT, VOCAB, Checkpoint, MakeLLM, check, greedy, random_tokens, record
 
 GOOD = random_tokens(9)
 NESTED: list[Any] = [[1, [2, 3]], [[1], 2]]

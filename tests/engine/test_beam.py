@@ -10,13 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
-from quire import LLM, BeamSearchParams, FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted, Unsupported
-from quire.base.outputs import BeamSearchOutput
-from quire.engine.beam import BeamSearch, best_continuations, search
-from quire.sampling.token_logprobs import logprobs_of, top_logprobs
-
-from .conftest import (
+from tests.small_llms import (
     CONTEXT,
     EOS,
     TOLERANCE,
@@ -29,6 +23,11 @@ from .conftest import (
     random_tokens,
     record,
 )
+
+from quire import LLM, BeamSearchParams, FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted, Unsupported
+from quire.base.outputs import BeamSearchOutput
+from quire.engine.beam import BeamSearch, best_continuations, search
+from quire.sampling.token_logprobs import logprobs_of, top_logprobs
 
 PROMPT = random_tokens(12)
 Found = list[tuple[list[int], float]]

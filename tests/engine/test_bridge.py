@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from tests.executor.conftest import forget_tokens
+from tests.small_llms import VOCAB, Checkpoint, MakeLLM, engine_of, greedy, make_family, random_tokens, record
 
 from quire import LLM, AsyncLLM, DataLoss, FailedPrecondition, InvalidArgument, LlmExecutor, NotFound, ResourceExhausted
 from quire.base.errors import QuireError, Unsupported
@@ -21,8 +22,6 @@ from quire.executor.executor import Executor
 from quire.executor.handle import handle_of
 from quire.sessions.session import Session
 from quire.statefile.container import plan_of, read_state, to_bytes
-
-from .conftest import VOCAB, Checkpoint, MakeLLM, engine_of, greedy, make_family, random_tokens, record
 
 PROMPT = random_tokens(40)
 

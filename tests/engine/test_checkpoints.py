@@ -11,15 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.engine.test_recurrent_models import tokens_run
-
-from quire import LLM
-from quire.base.errors import FailedPrecondition, InvalidArgument, Unsupported
-from quire.base.types import Add, Chunk, DropCheckpoint, Edit, SeqId, Step
-from quire.engine.checkpoints import Checkpoints
-from quire.engine.request import Request
-from quire.kv.state import State
-
-from .conftest import (
+from tests.small_llms import (
     Checkpoint,
     MakeLLM,
     attention_layer,
@@ -29,6 +21,14 @@ from .conftest import (
     random_tokens,
     recurrent_layer,
 )
+
+from quire import LLM
+from quire.base.errors import FailedPrecondition, InvalidArgument, Unsupported
+from quire.base.types import Add, Chunk, DropCheckpoint, Edit, SeqId, Step
+from quire.engine.checkpoints import Checkpoints
+from quire.engine.request import Request
+from quire.kv.state import State
+
 from .made_requests import made_request
 
 INTERVAL = 16

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.small_llms import Checkpoint, assert_empty, check, engine_of, make_family, random_tokens, record
 from torch import Tensor
 
 from quire import LLM, SamplingParams
@@ -20,7 +21,6 @@ from quire.engine.exact import window_size
 from quire.engine.request import Request
 from quire.nn.linear import Linear
 
-from .conftest import Checkpoint, assert_empty, check, engine_of, make_family, random_tokens, record
 from .test_steps_ahead import array
 
 FAMILIES = ("llama", "gemma3", "deepseek-v3", "mamba2", "qwen3-next")

@@ -5,10 +5,9 @@ nothing but the seed.
 from __future__ import annotations
 
 import pytest
+from tests.small_llms import Checkpoint, MakeLLM, check, engine_of, greedy, random_tokens, record, token_ids
 
 from quire import LLM, SamplingParams
-
-from .conftest import Checkpoint, MakeLLM, check, engine_of, greedy, random_tokens, record, token_ids
 
 LENGTHS = (1, 2, 5, 16, 17, 40, 63)
 PROMPTS = [random_tokens(length) for length in LENGTHS]

@@ -9,11 +9,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.small_llms import (
+    CONTEXT,
+    EOS,
+    Checkpoint,
+    MakeLLM,
+    assert_near,
+    check,
+    engine_of,
+    greedy,
+    random_tokens,
+    token_ids,
+)
 
 from quire import LLM, SamplingParams
 from quire.base.errors import InvalidArgument, QuireError
-
-from .conftest import CONTEXT, EOS, Checkpoint, MakeLLM, assert_near, check, engine_of, greedy, random_tokens, token_ids
 
 PROMPT = random_tokens(20)
 

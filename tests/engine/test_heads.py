@@ -15,6 +15,20 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from tests.small_llms import (
+    FAMILIES,
+    Checkpoint,
+    MakeLLM,
+    assert_empty,
+    check,
+    engine_of,
+    greedy,
+    make_checkpoint,
+    make_family,
+    random_tokens,
+    token_ids,
+)
+from tests.speculation.test_speculation import Drafted, Everything, drafts_of, step_all
 from torch import Tensor
 
 from quire import LLM, SamplingParams, Speculation
@@ -29,22 +43,8 @@ from quire.speculation.controller import Pace
 from quire.speculation.heads import Heads
 from quire.speculation.proposer import Context
 
-from .conftest import (
-    FAMILIES,
-    Checkpoint,
-    MakeLLM,
-    assert_empty,
-    check,
-    engine_of,
-    greedy,
-    make_checkpoint,
-    make_family,
-    random_tokens,
-    token_ids,
-)
 from .head_checkpoints import MTP, eagle_follower, make_eagle, make_mtp, mtp_follower
 from .test_adapters import Merged, World, merged  # noqa: F401
-from .test_speculation import Drafted, Everything, drafts_of, step_all
 from .test_steps_ahead import REQUEST, array, run
 
 PROMPT = random_tokens(20)

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.branches.test_stored_state import force, squeeze
+from tests.small_llms import Checkpoint, MakeLLM, check, engine_of, greedy, random_tokens, token_ids
 
 from quire import LLM, CacheHints, InvalidArgument, Pin, Session
 from quire.base.errors import FailedPrecondition
@@ -19,9 +21,7 @@ from quire.branches.prefix_cache import RadixCache
 from quire.engine.request import BACKGROUND
 from quire.engine.requests import Requests
 
-from .conftest import Checkpoint, MakeLLM, check, engine_of, greedy, random_tokens, token_ids
 from .test_scheduler import World
-from .test_stored_state import force, squeeze
 
 
 class Clock:

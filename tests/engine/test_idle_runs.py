@@ -10,14 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.small_llms import Checkpoint, MakeLLM, check, engine_of, greedy, random_tokens, record
 
 from quire import LLM, InvalidArgument, ResourceExhausted
 from quire.base.sampling_params import SamplingParams
 from quire.contracts.executor_calls import PrefillInput
 from quire.sessions.chat_turns import next_turn_ids, parts_from
 from quire.text.tokenizer import Tokenizer
-
-from .conftest import Checkpoint, MakeLLM, check, engine_of, greedy, random_tokens, record
 
 KEY = ("", None)
 

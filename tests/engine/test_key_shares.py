@@ -6,6 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from tests.small_llms import Checkpoint, MakeLLM, check, engine_of, greedy, random_tokens, token_ids
 
 from quire import LLM
 from quire.base.caller_context import Caller, on_behalf_of
@@ -14,7 +15,6 @@ from quire.engine.request import Request, Status
 from quire.engine.request_queues import LAG
 from quire.engine.scheduler import HEADROOM, OVERTAKING
 
-from .conftest import Checkpoint, MakeLLM, check, engine_of, greedy, random_tokens, token_ids
 from .made_requests import MaskInTheMaking
 from .test_scheduler import World
 

@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.small_llms import EOS, VOCAB, Checkpoint, MakeLLM, assert_near, check, engine_of, greedy, random_tokens
 from torch import Tensor
 
 from quire import LLM, InvalidArgument, SamplingParams
-
-from .conftest import EOS, VOCAB, Checkpoint, MakeLLM, assert_near, check, engine_of, greedy, random_tokens
 
 PROMPT = random_tokens(15)
 

@@ -13,31 +13,25 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tests import small_llms
+from tests.adapters.test_named_adapters import directories as directories
+from tests.branches import test_stored_files, test_stored_state
+from tests.branches.test_stored_files import directory as directory
+from tests.branches.test_stored_files import family as family
+from tests.branches.test_stored_files import redis as redis
+from tests.branches.test_stored_files import start as start
+from tests.branches.test_stored_state import hybrid as hybrid
 from tests.int8_rows import kept_in_int8, rounded, suites
+from tests.sessions import test_history, test_saved, test_sessions
+from tests.sessions.test_history import model as model
+from tests.sessions.test_history import stored as stored
+from tests.small_llms import Checkpoint, MakeLLM, assert_near, engine_of, greedy, make_family, random_tokens
 
 from quire import LLM, Unsupported
 from quire.base import config
 from quire.store.files import FileTier
 from quire_inspector.files.file_snapshot import file_snapshot
 from quire_inspector.files.store_snapshot import store_snapshot
-
-from . import (
-    conftest,
-    test_history,
-    test_saved,
-    test_sessions,
-    test_stored_files,
-    test_stored_state,
-)
-from .conftest import Checkpoint, MakeLLM, assert_near, engine_of, greedy, make_family, random_tokens
-from .test_history import model as model
-from .test_history import stored as stored
-from .test_named_adapters import directories as directories
-from .test_stored_files import directory as directory
-from .test_stored_files import family as family
-from .test_stored_files import redis as redis
-from .test_stored_files import start as start
-from .test_stored_state import hybrid as hybrid
 
 SUITES = (
     test_history,
@@ -52,7 +46,7 @@ SUITES = (
 def int8(checkpoints: dict[str, Checkpoint]) -> Iterator[pytest.MonkeyPatch]:
     """Everything is kept in this format, until a test undoes it."""
     with kept_in_int8() as patch:
-        for module in (conftest, test_history, test_stored_state):
+        for module in (small_llms, test_history, test_stored_state):
             patch.setattr(module, "BYTES_PER_TOKEN", 2 * 2 * 2 * (16 + 1))
         for one in checkpoints.values():
             patch.setattr(one, "known", {})
@@ -87,7 +81,7 @@ LONG = {
 }
 """Tests of which a format changes nothing that shorter ones do not show."""
 
-globals().update(suites(*SUITES, without=OTHER | LONG))
+globals().update(suites(*SUITES, without=OTHER | LONG, turn=0))
 
 
 # -- what is chosen and shown ----------------------------------------------------------------------

@@ -12,6 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.small_llms import (
+    Checkpoint,
+    MakeLLM,
+    check,
+    engine_of,
+    greedy,
+    make_family,
+    random_tokens,
+    record,
+    token_ids,
+)
 from torch import Tensor
 
 from quire import LLM, AsyncLLM, BeamSearchParams, FailedPrecondition, InvalidArgument, SamplingParams, Unsupported
@@ -20,8 +31,6 @@ from quire.base.media import NO_MEDIA
 from quire.contracts.executor import AudioData, ExecutorInputs, TextData, VisionData
 from quire.engine.prompts import read_prompt
 from quire.executor.llm_executor import LlmExecutor
-
-from .conftest import Checkpoint, MakeLLM, check, engine_of, greedy, make_family, random_tokens, record, token_ids
 
 WIDTH = 32
 BEDS = ("llama", "gemma3", "mistral", "deepseek-v2-lite", "qwen3-next")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine.conftest import Checkpoint, make_checkpoint
+from tests.small_llms import Checkpoint, make_checkpoint
 
 from quire import LLM, ResourceExhausted, SamplingParams, build
 from quire.base.types import Step

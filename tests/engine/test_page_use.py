@@ -10,12 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.small_llms import WINDOW, Checkpoint, MakeLLM, check, engine_of, greedy, random_tokens
 
 from quire import LLM
 from quire.base.types import SeqId
 from quire.engine.page_use import PageUse
-
-from .conftest import WINDOW, Checkpoint, MakeLLM, check, engine_of, greedy, random_tokens
 
 
 def kinds_of_pages(llm: LLM) -> list[list[str]]:

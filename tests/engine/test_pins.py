@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 import pytest
 import torch
+from tests.small_llms import Checkpoint, MakeLLM, check, engine_of, greedy, random_tokens
 
 from quire import LLM, FailedPrecondition, ResourceExhausted
 from quire.base.errors import PoolExhausted, QuotaExceeded
@@ -16,8 +17,6 @@ from quire.base.hints import PinAccount
 from quire.engine.request import Request
 from quire.sessions import generation
 from quire.sessions.session import Session
-
-from .conftest import Checkpoint, MakeLLM, check, engine_of, greedy, random_tokens
 
 
 def pages_of(llm: LLM, sessions: Iterable[Session]) -> list[int]:

@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 import torch
 from tests.exact import TINY_PYTHON
+from tests.small_llms import TOLERANCE, VOCAB, Checkpoint, MakeLLM, check, engine_of, greedy, random_tokens, record
 
 from quire import LLM, FailedPrecondition, InvalidArgument, SamplingParams
 from quire.base.outputs import Logprob, RequestOutput
 from quire.engine.prompt_logprobs import PromptLogprobs
 from quire.engine.request_outputs import request_output
 from quire.engine.step_builder import ALL_LOGITS_CHUNK
-
-from .conftest import TOLERANCE, VOCAB, Checkpoint, MakeLLM, check, engine_of, greedy, random_tokens, record
 
 PROMPT = random_tokens(40)
 

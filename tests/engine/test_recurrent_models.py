@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.small_llms import Checkpoint, MakeLLM, attention_layer, engine_of, greedy, random_tokens
 
 from quire import LLM, SamplingParams
 from quire.base.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, Unsupported
 from quire.base.types import Add, Chunk, Fork, Inputs, Pop, Remove, Step
 from quire.kv.recurrent import bytes_per_state
-
-from .conftest import Checkpoint, MakeLLM, attention_layer, engine_of, greedy, random_tokens
 
 
 def tokens_run(make: Callable[[], Any], llm: Any) -> int:

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.engine.test_named_adapters import directories
-from tests.engine.test_session_chat import folder, user
-from tests.engine.test_stored_state import force, squeeze
+from tests.adapters.test_named_adapters import directories
+from tests.branches.test_stored_state import force, squeeze
+from tests.sessions.test_session_chat import folder, user
+from tests.small_llms import Checkpoint, MakeLLM, check, engine_of, greedy, make_checkpoint, random_tokens, record
 
 from quire import LLM, Reuse
 from quire.base.outputs import MISSES, TIERS, Miss, RequestOutput
@@ -18,7 +19,6 @@ from quire.engine.miss_search import KEYS, QUOTED
 from quire.engine.request import Request, ReuseNote
 from quire.engine.request_outputs import reuse_of
 
-from .conftest import Checkpoint, MakeLLM, check, engine_of, greedy, make_checkpoint, random_tokens, record
 from .made_requests import made_request
 
 __all__ = ["directories", "folder"]

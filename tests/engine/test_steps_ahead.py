@@ -18,20 +18,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
-
-from quire import LLM, SamplingParams
-from quire.base.errors import InvalidArgument, QuireError
-from quire.base.sampling_params import StructuredOutputs
-from quire.base.types import Add, Chunk, Inputs, Step
-from quire.engine.decodes_ahead import PATIENCE, DecodesAhead
-from quire.sampling import filters
-from quire.sampling.draws import Draws
-from quire.sampling.request_sampler import RequestSampler
-from quire.sampling.sampler import sample, sample_later
-from quire.sampling.seen_tokens import SeenTokens
-
-from .conftest import (
+from tests.small_llms import (
     CONTEXT,
     EOS,
     Checkpoint,
@@ -44,6 +31,18 @@ from .conftest import (
     random_tokens,
     token_ids,
 )
+from torch import Tensor
+
+from quire import LLM, SamplingParams
+from quire.base.errors import InvalidArgument, QuireError
+from quire.base.sampling_params import StructuredOutputs
+from quire.base.types import Add, Chunk, Inputs, Step
+from quire.engine.decodes_ahead import PATIENCE, DecodesAhead
+from quire.sampling import filters
+from quire.sampling.draws import Draws
+from quire.sampling.request_sampler import RequestSampler
+from quire.sampling.sampler import sample, sample_later
+from quire.sampling.seen_tokens import SeenTokens
 
 PROMPT = random_tokens(20)
 

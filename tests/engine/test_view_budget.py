@@ -6,11 +6,10 @@ import random
 import threading
 
 import pytest
+from tests.small_llms import random_tokens
 
 from quire import LLM
 from quire.engine.view_budget import MOST_FOR_ANSWERS, SHARE, ViewBudget
-
-from .conftest import random_tokens
 
 
 class Hand:

@@ -7,10 +7,20 @@ import random
 import numpy as np
 import pytest
 import torch
+from tests.small_llms import (
+    EOS,
+    Checkpoint,
+    MakeLLM,
+    assert_near,
+    check,
+    engine_of,
+    greedy,
+    random_tokens,
+    record,
+    token_ids,
+)
 
 from quire import FailedPrecondition, InvalidArgument
-
-from .conftest import EOS, Checkpoint, MakeLLM, assert_near, check, engine_of, greedy, random_tokens, record, token_ids
 
 
 @pytest.mark.turns(3)
@@ -117,7 +127,7 @@ def test_forks_are_kept_at_turns_and_not_at_every_token(make_llm: MakeLLM, check
 def test_a_window_longer_than_the_context_needs_no_room(
     make_llm: MakeLLM, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    from .conftest import make_checkpoint
+    from tests.small_llms import make_checkpoint
 
     checkpoint = make_checkpoint("mistral", tmp_path_factory.mktemp("wide"), sliding_window=200)
     llm = make_llm(checkpoint, pool=64, page_size=4, max_model_len=150)

@@ -29,4 +29,4 @@ OTHER = {
     "test_another_process",
 }
 
-globals().update(suites(test_serialize, test_kv_cache, test_model_executor, test_trees, without=OTHER))
+globals().update(suites(test_serialize, test_kv_cache, test_model_executor, test_trees, without=OTHER, turn=0))

@@ -63,10 +63,11 @@ def test_prompts_in_chunks_decodes_and_verifies(hybrid: Hybrid, chunk: int, inte
 
 
 @pytest.mark.sweep
-def test_every_verb_goes_back_to_every_position(hybrid: Hybrid) -> None:
+@pytest.mark.parametrize("stride", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_every_verb_goes_back_to_every_position(hybrid: Hybrid, stride: int) -> None:
     executor = make_executor(hybrid)
     ids = hybrid.tokens
-    for n in range(LENGTH):
+    for n in range(0, LENGTH, stride):
         handle = cut_at(executor, hybrid, n)
         assert handle.sequence_length == n
         hybrid.close(executor.decode(token(handle, ids[n])).logits, n)

@@ -68,6 +68,7 @@ def test_loading_replaces_content(ex: Executor) -> None:
     assert ex.pool.used_pages == used + 2
 
 
+@pytest.mark.slow
 def test_another_process(tmp_path: Path, llama: Tiny, ex: Executor) -> None:
     cache = filled(ex, some_ids(7), some_ids(3))
     (tmp_path / "state").write_bytes(cache.serialize())

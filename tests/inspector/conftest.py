@@ -33,6 +33,7 @@ __all__ = ["chat_folder"]
 FLAGS = (
     "--no-sandbox",
     "--disable-gpu",
+    "--disable-software-rasterizer",
     "--disable-quic",
     "--no-first-run",
     "--disable-background-networking",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import resource
 import signal
 import subprocess
@@ -15,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.cli.test_cli import run
 from tests.server.conftest import Served, llm, served, serving, wait_for
 
 from quire import LLM, AsyncLLM, SamplingParams
@@ -283,10 +283,12 @@ def test_a_server_that_goes_away_ends_the_recording(llm: AsyncLLM, tmp_path: Pat
         (["--url", "http://127.0.0.1:1"], "no server can be reached"),
     ],
 )
-def test_mistakes_are_one_sentence(arguments: list[str], told: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "quire", "trace", *arguments]
-    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, env=os.environ)
-    assert found.returncode == 2
-    assert found.stderr.count("\n") == 1
-    assert told in found.stderr
+def test_mistakes_are_one_sentence(
+    arguments: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run("trace", *arguments, monkeypatch=monkeypatch) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert told in said
     assert not list(tmp_path.iterdir())

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -41,17 +42,18 @@ def test_every_test_for_gpus_is_in_a_suite() -> None:
 @pytest.mark.parametrize(
     ("command", "code", "said"),
     [
-        (["-m", "tests.gpu_suite"], 0, "There is no CUDA device: the tests for GPUs are skipped."),
-        (["bench/gpu.py"], 2, "There is no CUDA device; gpu.py measures on one only."),
+        ("tests/gpu_suite.py", 0, "There is no CUDA device: the tests for GPUs are skipped."),
+        ("bench/gpu.py", 2, "There is no CUDA device; gpu.py measures on one only."),
     ],
 )
-def test_without_a_gpu_one_sentence_says_so(command: list[str], code: int, said: str) -> None:
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
-    done = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200
-    )
-    assert done.returncode == code
-    assert (done.stdout + done.stderr).strip() == said
+def test_without_a_gpu_one_sentence_says_so(
+    command: str, code: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [command])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / command), run_name="__main__")
+    assert ended.value.code == code
+    assert "".join(capsys.readouterr()).strip() == said
 
 
 def test_checkpoints_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ def view_of(k_SHD: Tensor, v_SHD: Tensor) -> KVView:
     return format.view(shape, format.pack(shape, k_SHD.nan_to_num(0), v_SHD.nan_to_num(0)))
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(("number", "feature"), list(enumerate(FEATURES)), ids=list(FEATURES))
 def test_each_feature(number: int, feature: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(test_attention_kernel, "PlainRows", view_of)

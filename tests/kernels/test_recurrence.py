@@ -768,7 +768,7 @@ def plans(draw: st.DrawFn) -> RecurrencePlan:
     return tree_plan(trees, [row for row in range(sum(map(len, trees))) if pick.random() < share])
 
 
-@settings(max_examples=examples(40, 100), deadline=None)
+@settings(max_examples=examples(20, 100), deadline=None)
 @given(
     plan=plans(),
     decay=st.sampled_from(DECAYS),

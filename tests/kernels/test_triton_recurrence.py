@@ -46,7 +46,7 @@ WANTED = chain_plan([150, 4, 66, 1, 9], [0, 1, 62, 63, 64, 100, 149, 150, 153, 2
 # -- linear attention ------------------------------------------------------------------------------
 
 
-@pytest.mark.turns(1)
+@pytest.mark.product(2)
 @pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize("decay", DECAYS)
 def test_ragged_batches(decay: str, delta: bool) -> None:
@@ -184,7 +184,7 @@ def placed(plan: RecurrencePlan, states: torch.Tensor) -> tuple[StatePlaces, tor
     return StatePlaces(pool, sources, targets), pool.clone(), stay
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(20)
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("decay", ["head", "column"])
 def test_states_are_read_and_written_in_their_pool(name: str, decay: str) -> None:

@@ -381,10 +381,11 @@ def test_every_chunking_gives_the_same(kind: str, chunk: int) -> None:
             check_row(rows, row, kind, tokens[: start + row + 1])
 
 
+@pytest.mark.parametrize("stride", [3, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["full", "recurrent"])
-def test_fork_and_pop_to_every_position(kind: str) -> None:
+def test_fork_and_pop_to_every_position(kind: str, stride: int) -> None:
     tokens = [(5 * n + 1) % VOCAB for n in range(40)]
-    for position in range(41):
+    for position in range(0, 41, stride):
         state = make(kind, checkpoint_interval=8)
         state.add_sequence(0)
         for start in range(0, 40, 10):

@@ -25,7 +25,7 @@ from quire.kv.windows import NO_HOLE, Window
 from .pair import Pair, attention, windowed
 
 
-@settings(max_examples=examples(50, 150), deadline=None)
+@settings(max_examples=examples(25, 150), deadline=None)
 @given(data=st.data(), size=st.integers(1, 12))
 def test_pool_against_a_count(data: st.DataObject, size: int) -> None:
     pool, holders = PagePool(size), Counter[int]()

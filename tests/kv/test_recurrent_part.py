@@ -960,7 +960,7 @@ def run_machine(examples: int, steps: int, *, derandomize: bool) -> None:
 
 
 def test_random_runs() -> None:
-    run_machine(30, 40, derandomize=True)
+    run_machine(15, 40, derandomize=True)
 
 
 @pytest.mark.slow

@@ -155,13 +155,13 @@ MUTANTS = (
         file="blend/given_parts.py",
         old="np.isin(np.concatenate((must, lasts)), kept).all()",
         new="np.isin(lasts[:0], kept).all()",
-        tests=("engine/test_given_parts.py::test_an_output_that_drops_a_row_that_must_run",),
+        tests=("blend/test_given_parts.py::test_an_output_that_drops_a_row_that_must_run",),
     ),
     Mutant(
         name="the-lead-has-no-text",
         file="engine/blending.py",
         old="self.lead = (*start, *text)",
         new="self.lead = (*start,)",
-        tests=("engine/test_blended_questions.py::test_the_lead_has_the_text",),
+        tests=("blend/test_blended_questions.py::test_the_lead_has_the_text",),
     ),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.harness import Mutant
 
-NUMBERS, ENGINE = "blend/test_calibration.py", "engine/test_blend_calibration.py"
+NUMBERS, ENGINE = "blend/test_calibration.py", "blend/test_blend_calibration.py"
 
 MUTANTS = (
     Mutant(

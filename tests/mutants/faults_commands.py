@@ -41,14 +41,14 @@ TEMPLATES = (
         file="text/chat_templates.py",
         old="ends=() if end_id is None else (end_id,)",
         new="ends=()",
-        tests=("engine/test_chat_templates.py::test_a_built_in_template_ends_answers_where_the_model_has_its_token",),
+        tests=("text/test_chat_templates.py::test_a_built_in_template_ends_answers_where_the_model_has_its_token",),
     ),
     Mutant(
         name="template-for-tools-stays",
         file="text/tokenizer.py",
         old='other.chat_templates = {"default": template}',
         new='other.chat_templates = {**self.chat_templates, "default": template}',
-        tests=("engine/test_chat_templates.py::test_a_built_in_template_ends_answers_where_the_model_has_its_token",),
+        tests=("text/test_chat_templates.py::test_a_built_in_template_ends_answers_where_the_model_has_its_token",),
     ),
     Mutant(
         name="any-text-is-a-template",
@@ -56,7 +56,7 @@ TEMPLATES = (
         old='    if "messages" not in _loaded(_tree(source, name)):\n',
         new="    if not source:\n",
         tests=(
-            "engine/test_chat_templates.py::test_what_is_no_template_is_refused_in_a_sentence_before_the_weights_are_read",
+            "text/test_chat_templates.py::test_what_is_no_template_is_refused_in_a_sentence_before_the_weights_are_read",
         ),
     ),
 )

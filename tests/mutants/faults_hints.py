@@ -155,7 +155,7 @@ MUTANTS = (
         file="engine/session_requests.py",
         old="len(work.tokens) - 1 if fresh_from is None else min(len(work.tokens) - 1, fresh_from)",
         new="len(work.tokens) - 1",
-        tests=("engine/test_sessions.py::test_score",),
+        tests=("sessions/test_sessions.py::test_score",),
     ),
     Mutant(
         name="reruns-of-any-length",

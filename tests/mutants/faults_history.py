@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.harness import Mutant
 
-ENGINE = "engine/test_history.py::"
+ENGINE = "sessions/test_history.py::"
 MUTANTS = (
     Mutant(
         name="branches-without-a-way-to-them",
@@ -88,13 +88,13 @@ MUTANTS = (
         file="store/history.py",
         old="await self.pin([*named, *objects])",
         new="await self.pin(named)",
-        tests=("engine/test_history.py::test_what_is_committed_outlives_evictions",),
+        tests=("sessions/test_history.py::test_what_is_committed_outlives_evictions",),
     ),
     Mutant(
         name="the-space-of-a-branch-is-not-pinned",
         file="store/history.py",
         old="await self.pin([space, key])",
         new="await self.pin([key])",
-        tests=("engine/test_history.py::test_what_is_committed_outlives_evictions",),
+        tests=("sessions/test_history.py::test_what_is_committed_outlives_evictions",),
     ),
 )

@@ -355,14 +355,14 @@ STATES = (
         file="branches/stored_match.py",
         old="        length = stops[-1].stop if stops else 0\n",
         new="        length = length if rows else 0\n",
-        tests=("engine/test_stored_state.py::test_hybrids_are_cut_at_kept_states",),
+        tests=("branches/test_stored_state.py::test_hybrids_are_cut_at_kept_states",),
     ),
     Mutant(
         name="what-comes-back-takes-every-state-slot",
         file="branches/stored_state.py",
         old="room = max(0, state.num_available_states - 2) if layout.recurrent_layers else 0",
         new="room = len(match.stops)",
-        tests=("engine/test_stored_state.py::test_states_for_which_there_is_no_room_stay_behind",),
+        tests=("branches/test_stored_state.py::test_states_for_which_there_is_no_room_stay_behind",),
     ),
     Mutant(
         name="recurrence-decays-after-the-token",

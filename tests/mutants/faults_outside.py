@@ -17,14 +17,14 @@ MUTANTS = (
         file="async_llm/llm.py",
         old="[prompt], sampling_params, adapter=adapter, cache_salt=cache_salt, hints=hints, blend=blend",
         new="[prompt], sampling_params, adapter=adapter, hints=hints, blend=blend",
-        tests=("engine/test_async.py::test_salts_are_those_of_their_verbs",),
+        tests=("async_llm/test_async.py::test_salts_are_those_of_their_verbs",),
     ),
     Mutant(
         name="chats-without-their-salt",
         file="sessions/preparation.py",
         old="key = cache_key(cache_salt)\n        return",
         new="key = cache_key(None)\n        return",
-        tests=("engine/test_async.py::test_chats",),
+        tests=("async_llm/test_async.py::test_chats",),
     ),
     Mutant(
         name="pages-of-an-import-not-blanked",
@@ -45,7 +45,7 @@ MUTANTS = (
         file="engine/session_requests.py",
         old='output.finish_reason == "error" and not (session.pinned or session.modified)',
         new='output.finish_reason == "error" and False',
-        tests=("engine/test_sessions.py::test_what_a_failure_left_of_a_session_is_computed_again",),
+        tests=("sessions/test_sessions.py::test_what_a_failure_left_of_a_session_is_computed_again",),
     ),
     Mutant(
         name="norm-in-place-without-eps",

@@ -80,7 +80,7 @@ MUTANTS = (
         file="sessions/session.py",
         old="if self._is_behind and not self._engine.closed:",
         new="if False:",
-        tests=("engine/test_kept_sessions.py::test_what_tokens_do_not_give_is_in_a_state_file",),
+        tests=("sessions/test_kept_sessions.py::test_what_tokens_do_not_give_is_in_a_state_file",),
     ),
     Mutant(
         name="owners-in-the-journal",
@@ -94,20 +94,20 @@ MUTANTS = (
         file="sessions/durable.py",
         old="if record.private else cache_key(record.salt)",
         new="if record.private else cache_key(None)",
-        tests=("engine/test_kept_sessions.py::test_windows_salts_and_pins",),
+        tests=("sessions/test_kept_sessions.py::test_windows_salts_and_pins",),
     ),
     Mutant(
         name="another-model-goes-on",
         file="sessions/durable.py",
         old="if dict(record.model) != model:",
         new="if False:",
-        tests=("engine/test_kept_sessions.py::test_another_model",),
+        tests=("sessions/test_kept_sessions.py::test_another_model",),
     ),
     Mutant(
         name="another-dtype-is-computed-again",
         file="sessions/saving.py",
         old="return state.modified or not state.origin.exact or",
         new="return state.modified or",
-        tests=("engine/test_kept_sessions.py::test_another_dtype_is_not_computed_again",),
+        tests=("sessions/test_kept_sessions.py::test_another_dtype_is_not_computed_again",),
     ),
 )

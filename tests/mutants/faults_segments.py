@@ -2,7 +2,7 @@
 
 from tests.mutants.harness import Mutant
 
-CHATS = "engine/test_chat_segments.py::"
+CHATS = "text/test_chat_segments.py::"
 SERVER = "server/test_blending.py::"
 
 MUTANTS = (

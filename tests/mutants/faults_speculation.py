@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.harness import Mutant
 
-TESTS, UNITS, EXECUTORS = "engine/test_speculation.py", "speculation", "executor/test_drafting.py"
+TESTS, UNITS, EXECUTORS = "speculation/test_speculation.py", "speculation", "executor/test_drafting.py"
 EXACT = "engine/test_exact.py"
 DRAFTS, STEPS, LOOKUP = "engine/drafts.py", "engine/steps.py", "speculation/lookup.py"
 HEADS, HEAD_TESTS = "speculation/heads.py", "engine/test_heads.py"
@@ -346,13 +346,13 @@ MUTANTS = (
         file="speculation/draft_model.py",
         old="one.salt != context.salt or ",
         new="",
-        tests=("engine/test_draft_model.py::test_the_next_turn_finds_its_sequence",),
+        tests=("speculation/test_draft_model.py::test_the_next_turn_finds_its_sequence",),
     ),
     Mutant(
         name="draft-models-propose-padding",
         file="speculation/draft_model.py",
         old="output.logits_RV[:, : self._vocab_size]",
         new="output.logits_RV",
-        tests=("engine/test_draft_model.py::test_tables_with_further_rows",),
+        tests=("speculation/test_draft_model.py::test_tables_with_further_rows",),
     ),
 )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from tests.mutants.harness import Mutant
 
-STORED = "engine/test_stored_state.py"
+STORED = "branches/test_stored_state.py"
 ROWS = "branches/test_object_rows.py"
-FILES = "engine/test_stored_files.py"
-AHEAD = "engine/test_saving_ahead.py"
+FILES = "branches/test_stored_files.py"
+AHEAD = "branches/test_saving_ahead.py"
 
 MUTANTS = (
     Mutant(
@@ -15,7 +15,7 @@ MUTANTS = (
         file="engine/session_requests.py",
         old="if is_end and (work.cacheable or session.window is not None):",
         new="if is_end and work.cacheable:",
-        tests=("engine/test_stored_files.py::test_a_session_with_a_window_is_written_while_it_goes_on",),
+        tests=("branches/test_stored_files.py::test_a_session_with_a_window_is_written_while_it_goes_on",),
     ),
     Mutant(
         name="keys-without-their-salt",

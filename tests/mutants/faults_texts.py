@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from tests.mutants.harness import Mutant
 
-INNER, SPELLED = "engine/test_inner_texts.py::", "engine/test_spelled_tokens.py::"
+INNER, SPELLED = "text/test_inner_texts.py::", "text/test_spelled_tokens.py::"
 
 MUTANTS = (
     Mutant(

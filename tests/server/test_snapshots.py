@@ -19,8 +19,8 @@ import httpx
 import numpy as np
 import pytest
 from tests.cli.test_cli import run
-from tests.engine.conftest import Checkpoint, hybrid
 from tests.executor.conftest import prompt
+from tests.small_llms import Checkpoint, hybrid
 
 from quire import LLM
 from quire.base.errors import NotFound

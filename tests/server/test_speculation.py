@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.engine.test_speculation import Everything
+from tests.speculation.test_speculation import Everything
 
 from quire import AsyncLLM
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.engine.conftest import Checkpoint, make_checkpoint
-from tests.engine.test_speculation import Told, drafting
+from tests.small_llms import Checkpoint, make_checkpoint
+from tests.speculation.test_speculation import Told, drafting
 from torch import Tensor
 
 from quire import LLM, SamplingParams

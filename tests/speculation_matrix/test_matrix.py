@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from tests.engine.conftest import VOCAB, assert_empty, check, engine_of, greedy, random_tokens
-from tests.engine.test_speculation import Everything, Told, drafting, drafts_of
 from tests.engine.test_steps_ahead import ahead
+from tests.small_llms import VOCAB, assert_empty, check, engine_of, greedy, random_tokens
+from tests.speculation.test_speculation import Everything, Told, drafting, drafts_of
 
 from quire import LLM, RequestOutput, SamplingParams, Session
 from quire.kv.recurrent import bytes_per_state

@@ -13,7 +13,7 @@ import regex
 import tokenizers
 import torch
 from tests.adapters.peft_models import linear_names, merged, save_adapter, write_adapter
-from tests.engine.conftest import EOS, VOCAB, Checkpoint, make_checkpoint, make_family
+from tests.small_llms import EOS, VOCAB, Checkpoint, make_checkpoint, make_family
 from tokenizers import decoders, models, pre_tokenizers
 
 from quire.base.outputs import CompletionOutput

@@ -403,7 +403,7 @@ fields = st.fixed_dictionaries(
     document=st.none() | json_texts,
     size=st.integers(0, 12),
 )
-@settings(max_examples=examples(100, 300), deadline=None)
+@settings(max_examples=examples(50, 300), deadline=None)
 def test_sealed_nonsense_never_escapes(
     entries: list[tuple[str, dict[str, str]]], document: str | None, size: int
 ) -> None:

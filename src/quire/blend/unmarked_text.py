@@ -10,8 +10,10 @@ Letters: n tokens of a text.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quire.blend.token_sums import WINDOW, Ids, TokenSums
 from quire.contracts.store import ObjectKey
@@ -61,9 +63,12 @@ class SeenText:
     """The runs of tokens in chunks of unmarked text, including chunks that a store has evicted."""
 
     def __init__(self) -> None:
-        self._runs = np.zeros(SLOTS, np.bool_)
         self._taken = 0
         self._keys = set[ObjectKey]()
+
+    @cached_property
+    def _runs(self) -> NDArray[np.bool_]:
+        return np.zeros(SLOTS, np.bool_)  # 8 MiB that only blending needs
 
     def admits(self, key: ObjectKey, ids_n: Ids) -> bool:
         """Return True if a chunk should be kept: it was kept before, or at least half of it is new.

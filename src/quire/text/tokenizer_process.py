@@ -40,6 +40,7 @@ KNOWN = frozenset(
         r"[0-9][0-9][0-9]",
         r"\s+",
         r" {2,}",
+        r"\n[ ]*|[ ]?[A-Za-z_]+|[0-9]| ?[^\sA-Za-z0-9_]+|\s+(?!\S)|\s+",
         r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
         *(
             rf"{_ENDS}|{_WORD}\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_TAIL}"
@@ -48,8 +49,8 @@ KNOWN = frozenset(
         rf"{_WORD}{_UPPER}*{_LOWER}+{_ENDS}?|{_WORD}{_UPPER}+{_LOWER}*{_ENDS}?|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_TAIL}",
     }
 )
-"""Expressions of GPT-2, Llama 3, Qwen 2, o200k and others, which take time in proportion to a text:
-a match includes all characters that were read for it."""
+"""Expressions of GPT-2, Llama 3, Qwen 2, o200k, the bundled model and others. They take time in
+proportion to a text: a match includes all characters that were read for it."""
 
 
 class TextEncoder:

@@ -1,0 +1,185 @@
+"""Chats in a session: its tokens are those of a stateless chat of all turns, and only new ones are
+run.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.small_llms import MakeLLM, check, greedy, make_checkpoint, record
+
+from quire import LLM, InvalidArgument, Session
+from small_tokenizers import saved
+
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with a tokenizer and a chat template."""
+    path = tmp_path_factory.mktemp("chat")
+    make_checkpoint("llama", path, vocab_size=600, max_position_embeddings=1024)
+    (path / "tokenizer.json").write_text(saved("byte_level"))
+    (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    return path
+
+
+@pytest.fixture
+def chatty(make_llm: MakeLLM, folder: Path) -> LLM:
+    return make_llm(folder)
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def test_turns(chatty: LLM) -> None:
+    session = chatty.session()
+    turns: list[dict[str, str]] = []
+    for text in ("The quick brown fox", "jumps over", "the lazy dog"):
+        before = len(session)
+        recorder = record(chatty)
+        output = session.chat([user(text)], greedy(8))
+        turns.append(user(text))
+        tokens = output.prompt_token_ids
+        assert chatty.tokenizer is not None
+        prompt = (
+            "".join(f"<|im_start|>{t['role']}\n{t['content']}<|im_end|>" for t in turns) + "<|im_start|>assistant\n"
+        )
+        assert chatty.tokenizer.decode(tokens, skip_special_tokens=False) == prompt
+        assert recorder.num_tokens == len(tokens) - output.num_cached_tokens + 7
+        # Random text may be tokenised in another way when it is rendered, from its first token on.
+        assert output.num_cached_tokens >= before - 8 - 1
+        answer = output.outputs[0].text
+        turns.append({"role": "assistant", "content": answer})
+        check(chatty)
+    fresh = chatty.chat(turns[:-1], greedy(8), cache_salt="fresh")[0]
+    assert fresh.outputs[0].token_ids == output.outputs[0].token_ids
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_the_text_of_an_answer_says_can_be_told(chatty: LLM, stream: bool) -> None:
+    """The next turn's template gets the message, and what comes behind the answer joins its
+    content.
+    """
+
+    def read(text: str) -> dict[str, str]:
+        texts.append(text)
+        return {"role": "assistant", "content": f"<{len(text)}>"}
+
+    texts: list[str] = []
+    session = chatty.session()
+    if stream:
+        list(session.stream_chat([user("The quick")], greedy(8), answer=read))
+    else:
+        assert session.chat([user("The quick")], greedy(8), answer=read).outputs[0].text == texts[0]
+    session.append(" fox")
+    output = session.chat([user("jumps")], greedy(2))
+    assert len(texts) == 1
+    assert chatty.tokenizer is not None
+    turns = [user("The quick"), {"role": "assistant", "content": f"<{len(texts[0])}> fox"}, user("jumps")]
+    prompt = "".join(f"<|im_start|>{t['role']}\n{t['content']}<|im_end|>" for t in turns) + "<|im_start|>assistant\n"
+    assert chatty.tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False) == prompt
+    check(chatty)
+
+
+def test_rewind_takes_turns_back(chatty: LLM) -> None:
+    session = chatty.session()
+    session.chat([user("one")], greedy(4))
+    length = len(session)
+    first = session.chat([user("two")], greedy(4))
+    session.rewind(to=length)
+    again = session.chat([user("two")], greedy(4))
+    assert first.prompt_token_ids == again.prompt_token_ids
+    assert first.outputs[0].token_ids == again.outputs[0].token_ids
+    other = session.fork(at=length)
+    deltas = list(other.stream_chat([user("two")], greedy(4)))
+    assert [token for delta in deltas for token in delta.token_ids] == again.outputs[0].token_ids
+    assert other.tokens == session.tokens
+    check(chatty)
+
+
+def test_refused_messages_leave_no_trace(chatty: LLM) -> None:
+    session = chatty.session()
+    session.chat([user("one")], greedy(4))
+    before = session.tokens
+    for wrong in ([], "text", [{"role": "user"}], [3], [user("long " * 2000)]):
+        with pytest.raises(InvalidArgument):
+            session.chat(wrong, greedy(4))  # type: ignore[arg-type]
+        assert session.tokens == before
+    with pytest.raises(InvalidArgument):
+        session.chat([user("two")], greedy(4, n=2))
+    assert session.tokens == before
+    assert session.chat([user("two")], greedy(4)).num_cached_tokens > 0
+
+
+def assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def asked(chatty: LLM, *turns: dict[str, str]) -> list[int]:
+    """The prompt of a stateless chat."""
+    return chatty.chat(list(turns), greedy(1))[0].prompt_token_ids
+
+
+def begun(chatty: LLM) -> Session:
+    """A session that ends where the first answer begins."""
+    session = chatty.session()
+    output = session.chat([user("one")], greedy(1, ignore_eos=True))
+    session.rewind(to=len(output.prompt_token_ids))
+    return session
+
+
+def test_what_is_generated_where_an_answer_begins_is_the_answer(chatty: LLM) -> None:
+    session = begun(chatty)
+    text = session.generate(greedy(3)).outputs[0].text
+    text += "".join(delta.text for delta in session.stream(greedy(3)))
+    other = session.fork()
+    expected = asked(chatty, user("one"), assistant(text), user("two"))
+    assert session.chat([user("two")], greedy(2)).prompt_token_ids == expected
+    for _ in other.stream_chat([user("two")], greedy(2)):
+        pass
+    assert other.tokens == session.tokens
+    check(chatty)
+
+
+def test_what_is_generated_behind_an_answer_belongs_to_it(chatty: LLM) -> None:
+    session = chatty.session()
+    first = session.chat([user("one")], greedy(3)).outputs[0].text
+    second = session.generate(greedy(3)).outputs[0].text
+    session.append(" appended")
+    prompt = session.chat([user("two")], greedy(2)).prompt_token_ids
+    assert prompt == asked(chatty, user("one"), assistant(first + second + " appended"), user("two"))
+
+
+def test_an_answer_that_is_rewound_into_keeps_its_beginning(chatty: LLM) -> None:
+    session = chatty.session()
+    output = session.chat([user("one")], greedy(6, ignore_eos=True))
+    start = len(output.prompt_token_ids)
+    session.rewind(to=start + 2)
+    text = chatty.tokenizer.decode(session.tokens[start:])  # type: ignore[union-attr]
+    expected = asked(chatty, user("one"), assistant(text), user("two"))
+    assert session.fork().chat([user("two")], greedy(2)).prompt_token_ids == expected
+    # Nothing was answered: the messages stand alone.
+    session.rewind(to=start)
+    assert session.chat([user("two")], greedy(2)).prompt_token_ids == asked(chatty, user("one"), user("two"))
+
+
+def test_messages_that_are_rewound_into_are_forgotten(chatty: LLM) -> None:
+    session = chatty.session()
+    first = session.chat([user("one")], greedy(3)).outputs[0].text
+    answered = len(session)
+    session.chat([user("two")], greedy(3))
+    session.rewind(to=answered + 2)
+    session.generate(greedy(2))
+    expected = asked(chatty, user("one"), assistant(first), user("three"))
+    assert session.fork().chat([user("three")], greedy(2)).prompt_token_ids == expected
+    session.rewind(to=answered)
+    text = session.generate(greedy(2)).outputs[0].text
+    expected = asked(chatty, user("one"), assistant(first + text), user("three"))
+    assert session.chat([user("three")], greedy(2)).prompt_token_ids == expected
