@@ -15,6 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from tests.adapters.test_adapters import Merged, World, merged  # noqa: F401
 from tests.small_llms import (
     FAMILIES,
     Checkpoint,
@@ -44,7 +45,6 @@ from quire.speculation.heads import Heads
 from quire.speculation.proposer import Context
 
 from .head_checkpoints import MTP, eagle_follower, make_eagle, make_mtp, mtp_follower
-from .test_adapters import Merged, World, merged  # noqa: F401
 from .test_steps_ahead import REQUEST, array, run
 
 PROMPT = random_tokens(20)

@@ -385,7 +385,7 @@ FAMILIES = (
     Mutant(
         name="a-stored-head-that-is-not-read",
         file="models/loading.py",
-        old="        _check_tied(checkpoint, family, config)\n",
+        old="        _check_tied(checkpoint, family, whole)\n",
         new="",
         tests=("models/test_checkpoint.py::test_configuration_that_the_tensors_contradict",),
     ),

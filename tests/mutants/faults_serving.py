@@ -234,8 +234,8 @@ ENGINE = (
     Mutant(
         name="who-waits-for-a-mask-takes-a-seat",
         file="engine/request_queues.py",
-        old="return Counter(one.asked.owner for one in self.running if not one.output.awaits_mask or not one.masked)",
-        new="return Counter(one.asked.owner for one in self.running)",
+        old="if not one.asked.guesses and (not one.output.awaits_mask or not one.masked)",
+        new="if not one.asked.guesses",
         tests=("grammars/test_slow_grammars.py::test_who_waits_for_a_mask_takes_no_seat",),
     ),
     Mutant(
