@@ -108,6 +108,9 @@ def executor_speculates(bed: Bed) -> None:
         handle = executor.prefill(prompt(PROMPT)).kv_cache
         output = executor.speculative_decode(token(handle, 5), drafts, 1.0)
         assert output.accepted_tokens == tuple(drafts[:accepted])
+        again = token(executor.prefill(prompt(PROMPT)).kv_cache, 5)
+        (same,) = executor.batch_speculative_decode([again], [drafts], 1.0)
+        assert same.accepted_tokens == output.accepted_tokens
         run = [*PROMPT, 5, *drafts[:accepted], 9]
         bed.rows(executor.decode(token(output.kv_cache, 9)).logits[0][None], run, len(run) - 1)
 
@@ -309,7 +312,7 @@ EXACT: dict[str, Callable[[Bed], None]] = {
     "executor: reports": executor_reports,
     "executor: truncate_kv": executor_truncates,
     "executor: forward_verify and commit_path": executor_verifies,
-    "executor: speculative_decode": executor_speculates,
+    "executor: speculative_decode and batch_speculative_decode": executor_speculates,
     "executor: serialize and load": executor_serializes,
     "executor: adapters": executor_adapters,
 }

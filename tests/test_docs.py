@@ -18,6 +18,7 @@ PAGES = [
     "docs/concepts.md",
     "docs/executor.md",
     "docs/speculation.md",
+    "docs/ranks.md",
     "docs/examples.md",
     "docs/kv_state.md",
     "docs/inspector.md",

@@ -234,13 +234,13 @@ def _build(config: EngineConfig, ranks: Ranks | None, *, progress: bool) -> Part
         config.attention_backend,
         padding=captures,
         slack=int(runs_ahead),
+        share=None if ranks is None else Share(0, ranks.size),
     )
     interval = checkpoint_interval(config, model.layer_specs, format)
     local = LocalRunner(model, state, device, adapters)
     runner: Runner = local
     if ranks is not None:
         ranks.wait()
-        state.parts.share = Share(0, ranks.size)
         runner = RankedRunner(local, ranks)
     elif captures and not state.static_refusal(1) and (memory := device_memory(device)):
         runner = graphs = GraphRunner(local, CudaCapture(), longest=max_len)
@@ -583,9 +583,10 @@ def make_state(
     *,
     padding: bool = False,
     slack: int = 0,
+    share: Share | None = None,
 ) -> State:
     """Return the KV state for these layers; ``backend``: one of ``ATTENTION_BACKENDS``, of which
-    "auto" is the fastest on the device; ``padding``, ``slack``: as ``State``'s."""
+    "auto" is the fastest on the device; ``padding``, ``slack``, ``share``: as ``State``'s."""
     pages = any(not isinstance(spec, Recurrent) for spec in specs)
     if backend == "auto":
         backend = fastest_attention(device)
@@ -605,6 +606,7 @@ def make_state(
         rows=layer_kernels(device).rows,
         padding=padding,
         slack=slack,
+        share=share,
     )
 
 

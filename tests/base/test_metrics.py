@@ -61,6 +61,7 @@ FIXED_NAMES = {
     "blend_calibrated": "gauge",
     "blend_divergence_nats": "histogram",
     "drafted_tokens_total": "counter",
+    "exact_windows_total": "counter",
     "accepted_tokens_total": "counter",
     "refusals_total": "counter",
     # Beyond those that are fixed.

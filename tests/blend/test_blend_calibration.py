@@ -169,7 +169,7 @@ def test_the_gate(
     assert run(ratio=0.3).blended > 0
     refused = run(ratio=0.06)
     assert refused.blended == 0
-    assert refused.reason == f"the model's calibration refuses it: {strict.told(found.at(0.05))}"
+    assert refused.reason == f"the model's calibration refuses it: {strict.describe(found.at(0.05))}"
     assert run(ratio=0.06).blended == 0
     assert sum(refused.reason in record.message for record in caplog.records) == 1, "the log says it once"
     assert len(blending.under_way) == before, "chunks that are of no use are not computed"

@@ -123,7 +123,7 @@ def test_config_file_sets_options_and_the_command_line_wins(
         ),
         (
             ["generate", "x", "--tensor-parallel-size", "3"],
-            "quire: --tensor-parallel-size: tensor_parallel_size 3: 8 query heads do not divide by 3",
+            "tensor_parallel_size 3: 4 query heads do not divide by 3",
         ),
         (["generate", "x", "--device", "cuda:99"], "cuda:99"),
         (["generate", "x", "--config", "/no/such.yaml"], "/no/such.yaml"),

@@ -61,7 +61,7 @@ def made(checkpoints: dict[str, Checkpoint], tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.fixture
-def reclaimable(monkeypatch: pytest.MonkeyPatch) -> None:
+def loose(monkeypatch: pytest.MonkeyPatch) -> None:
     know_their_batch(monkeypatch)
 
 

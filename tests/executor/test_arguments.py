@@ -117,7 +117,7 @@ def subjects(tinies: dict[str, Tiny], tmp_path_factory: pytest.TempPathFactory) 
         "new_len": lambda: 1,
         "input_ids": lambda: torch.tensor([[1]]),
         "token_ids": lambda: torch.tensor([[1]]),
-        "draft_tokens": lambda: [1],
+        "draft_tokens": list,
         "acceptance_threshold": lambda: 0.5,
         "assets": lambda: ModelAssets(path="nowhere"),
         "lora_id": lambda: 0,

@@ -321,7 +321,7 @@ def test_wrong_calls(llama: Tiny, ex: Executor) -> None:
 def test_the_factory_makes_them(llama: Tiny) -> None:
     made = FACTORY.create_executor(config_of(llama, executor_type="Speculative"))
     assert made.drafting is not None
-    assert (made.drafting.proposer.name, made.drafting.depth) == ("lookup", 16)
+    assert (made.drafting.proposer.name, made.drafting.depth) == ("lookup", 32)
     assert made.capabilities().supports_continuous_batching
     options = {"speculative": {"method": "draft", "model": str(llama.path), "depth": 3}, "kv_dtype": "bfloat16"}
     made = FACTORY.create_batch_executor(config_of(llama, executor_type="Speculative", executor_options=options))

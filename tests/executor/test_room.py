@@ -120,7 +120,7 @@ def test_an_abandoned_cache_is_room_for_an_engine(hybrid: Hybrid) -> None:
 def test_a_pool_gives_back_between_forwards_until_it_is_closed(hybrid: Hybrid) -> None:
     executor = make_executor(hybrid, states=4)
     pool, runner = executor.pool, executor.pool.runner
-    assert list(runner.room._givers) == [pool]
+    assert list(runner.room._owners) == [pool]
     handle = executor.prefill(prompt(hybrid.tokens[:6], logits="none")).kv_cache
     executor.decode(token(handle, hybrid.tokens[6]))
     # A mark at 6, which is no more than two of four slots.
@@ -140,7 +140,7 @@ def test_a_pool_gives_back_between_forwards_until_it_is_closed(hybrid: Hybrid) -
     assert executor.pool.state.checkpoints(handle.cache.rows[0].seq) == []
     assert not runner.room.make()
     executor.shutdown()
-    assert list(runner.room._givers) == []
+    assert list(runner.room._owners) == []
     assert not runner.room.make()
 
 

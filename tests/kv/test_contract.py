@@ -55,14 +55,16 @@ INTERNAL = {
 """Modules of ``quire.kv`` that hold what a state is made of; plain functions may be imported from
 them.
 """
-MAKERS = {("build.py", "State"), ("runner/graph.py", "State")}
+MAKERS = {("build.py", "State"), ("runner/graph.py", "State"), ("runner/row_dependence.py", "State")}
 CAPTURED = {
     ("runner/graph.py", "begin_static"),
     ("runner/graph.py", "static_refusal"),
     ("runner/graph.py", "static_forward"),
     ("build.py", "static_refusal"),
+    ("runner/row_dependence.py", "parts"),
 }
-"""Captured steps are made of this package's state only; ``GraphRunner`` refuses others."""
+"""Captured steps are made of this package's state only; ``GraphRunner`` refuses others. It is also
+asked which kernel reads its rows."""
 """The one module that may import the class, and makes states."""
 
 if TYPE_CHECKING:

@@ -116,6 +116,7 @@ def test_a_kept_model_is_the_expanded_one(tmp_path: Path, case: Case, bits: int,
     quantized, plain = exactly(path, bits, group, compressed(bits, group))
     wanted, other = scores_of(plain)
     found, model = scores_of(quantized)
+    # Float32 products of codes and of numbers add in other orders: thousands of roundings of 2^-24.
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
     name = f"int{bits}" + (f" group {group}" if group else "")
     assert kept_formats(model) == [name]
@@ -151,6 +152,7 @@ def test_what_no_form_holds_is_expanded(tmp_path: Path, layout: Layout, group: d
     path = make_checkpoint(MODEL, tmp_path / "model").path
     quantized, plain = write_quantized(path, tmp_path, layout, section("pack-quantized", {"a": group}))
     found, model = scores_of(quantized)
+    # The same float32 products; only the layout of the weights may differ.
     torch.testing.assert_close(found, scores_of(plain)[0], rtol=1e-5, atol=1e-5)
     assert kept_formats(model) == []
     assert model.expanded

@@ -136,7 +136,7 @@ def test_a_packed_head_serves_the_embedding(dtype: torch.dtype, form: WeightForm
     assert kernel is not None
     weight_VE = torch.randn(77, 24).bfloat16().to(dtype)
     plain, shared = ScaledEmbedding(weight_VE, 3.0), ScaledEmbedding(weight_VE, 3.0)
-    shared.share(kernel.pack(weight_VE, None, form).weights)
+    shared.share(kernel.pack(weight_VE, None, form))
     for tokens_T in (
         torch.arange(77),
         torch.tensor([5]),

@@ -24,6 +24,7 @@ from quire.base.errors import (
     PoolExhausted,
     QuireError,
     QuotaExceeded,
+    RanksBroken,
     ResourceExhausted,
     StoreDamaged,
     StoreFull,
@@ -65,6 +66,7 @@ EXPECTED: dict[type[QuireError], tuple[int, str, str]] = {
     Unfit: (500, "internal_error", INTERNAL),
     TierError: (503, "store_unavailable", INTERNAL),
     TierFull: (503, "store_unavailable", INTERNAL),
+    RanksBroken: (500, "ranks_broken", INTERNAL),
 }
 """Status, code and type of each class."""
 
@@ -120,7 +122,7 @@ def test_every_class_has_its_line() -> None:
         assert (found.status, found.code, found.type) == (status, code, type_), kind
         assert found.message == WORDS.get(code, REASON)
         headers = {429: {"Retry-After": str(RETRY_AFTER)}, 507: {"x-should-retry": "false"}}
-        same = {503: 429, 500: 507 if code == "store_damaged" else 500}
+        same = {503: 429, 500: 507 if code in ("store_damaged", "ranks_broken") else 500}
         assert found.headers == headers.get(same.get(status, status), {})
     # A narrower class behind a wider one would never be found.
     for number, (kind, _, _) in enumerate(STATUSES):

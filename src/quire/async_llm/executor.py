@@ -39,6 +39,7 @@ class AsyncExecutor:
     forward_verify = awaited(Executor.forward_verify)
     commit_path = awaited(Executor.commit_path)
     speculative_decode = awaited(Executor.speculative_decode)
+    batch_speculative_decode = awaited(Executor.batch_speculative_decode)
     load_lora = awaited(Executor.load_lora)
     unload_lora = awaited(Executor.unload_lora)
     warmup = awaited(Executor.warmup)

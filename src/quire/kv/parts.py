@@ -33,6 +33,7 @@ class StateParts:
         paged: PagedPart,
         encoders: EncoderPart | None,
         recurrent: RecurrentPart | None,
+        share: Share | None = None,
     ) -> None:
         """Hold the parts. ``specs``: all layers; ``stored_specs``: those with pages, by id."""
         self.paged = paged
@@ -47,7 +48,7 @@ class StateParts:
         self.stored_specs = dict(stored_specs)
         """All layers with pages, by global id, ascending."""
         self.first_layer = first_layer
-        self.share: Share | None = None
+        self.share = share
         """The rank whose heads these are; None: all heads are here."""
         self.imports: dict[SeqId, Import] = {}
         """Those under way."""

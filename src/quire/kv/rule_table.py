@@ -324,7 +324,7 @@ USES: dict[str, Callable[[Combination], Cell]] = {
     "executor: sample_tokens": _always(),
     "executor: truncate_kv": _session_rewind,
     "executor: forward_verify and commit_path": _always(),
-    "executor: speculative_decode": _always(),
+    "executor: speculative_decode and batch_speculative_decode": _always(),
     "executor: select, broadcast and copy": _always(),
     "executor: serialize and load": _always(),
     "executor: key_cache and value_cache": lambda found: (

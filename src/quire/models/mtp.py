@@ -107,7 +107,7 @@ def _loaded(
     path: Path, checkpoint: Checkpoint, layer: DraftLayer, family: Any, target: Trunk, kernels: LayerKernels
 ) -> MtpHead:
     dtype, device = target.dtype, target.device
-    tables = [_respelled(layer, expand(table, 1)) for table in family.spellings(layer.config)]
+    tables = [_respelled(layer, expand(table, 1)) for table in family.name_tables(layer.config)]
     own = _own_tables(checkpoint, target, tables[0])
     shared = [name for name, place in tables[0].items() if place.parameter in (EMBEDDING, LOGITS) and name not in own]
     config: DecoderConfig = getattr(layer.config, "trunk", layer.config)

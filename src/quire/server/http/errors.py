@@ -34,6 +34,7 @@ from quire.base.errors import (
     PoolExhausted,
     QuireError,
     QuotaExceeded,
+    RanksBroken,
     ResourceExhausted,
     StoreDamaged,
     StoreFull,
@@ -72,6 +73,7 @@ STATUSES: tuple[tuple[type[QuireError], int, str], ...] = (
     (CheckpointError, 400, "bad_checkpoint"),
     (NotDurable, 507, "not_durable"),
     (TierError, 503, "store_unavailable"),
+    (RanksBroken, 500, "ranks_broken"),
     (Cancelled, CLIENT_GONE, "cancelled"),
 )
 """Status and code of each class, the narrower ones first. Others are internal errors."""
