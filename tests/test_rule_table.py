@@ -52,7 +52,7 @@ EXECUTOR_VERBS: dict[str, tuple[str, ...]] = {
     "executor: sample_tokens": ("sample_tokens", "sample_tokens_batch"),
     "executor: truncate_kv": ("truncate_kv",),
     "executor: forward_verify and commit_path": ("forward_verify", "commit_path"),
-    "executor: speculative_decode": ("speculative_decode",),
+    "executor: speculative_decode and batch_speculative_decode": ("speculative_decode", "batch_speculative_decode"),
     "executor: select, broadcast and copy": (
         "select_and_copy_from",
         "broadcast_and_copy_from",
