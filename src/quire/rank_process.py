@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from multiprocessing.connection import Connection
 
 import torch
@@ -26,6 +27,8 @@ def main(descriptor: int) -> None:
             model = _loaded(part)
         except Exception as error:
             pipe.send(error if isinstance(error, QuireError) else QuireError(f"{part.share}: {error!r}"))
+            with suppress(EOFError, OSError):
+                pipe.recv()  # rank 0 may still be connecting to this one, and then finds the same error
             return
         pipe.send(None)
         sizes: PoolSizes = pipe.recv()
