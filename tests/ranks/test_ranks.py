@@ -146,6 +146,8 @@ def test_options_that_ranks_lack_are_refused_before_any_process(options: Any, wo
 
 
 def test_a_model_that_does_not_divide_leaves_no_process() -> None:
+    with made(2):
+        assert children(), "ranks are found"
     before = children()
     with pytest.raises(Unsupported, match="do not divide by 3"):
         made(3)
@@ -155,10 +157,16 @@ def test_a_model_that_does_not_divide_leaves_no_process() -> None:
 
 
 def children() -> set[str]:
-    found = subprocess.run(
-        ["pgrep", "-f", "-P", str(os.getpid()), "rank_process"], capture_output=True, text=True, check=False
-    )
-    return set(found.stdout.split())
+    """The ids of ranks that this process has started and that have not ended."""
+    found = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
+            if int(parent) == os.getpid() and b"rank_process" in (folder / "cmdline").read_bytes():
+                found.add(folder.name)
+        except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            continue
+    return found
 
 
 def test_a_step_that_fails_on_all_ranks_is_undone(two: LLM) -> None:

@@ -81,7 +81,7 @@ class Drafting:
         ]
 
     def verified(self, cache: KVCache, row: int, draft: Draft, accepted: int) -> None:
-        """Note how many drafts of a row were accepted."""
+        """Note the number of accepted drafts of a row."""
         if (known := self._rows.get((cache.cache_id, row))) is not None:
             if draft.tokens:
                 known.trust.verified(draft.chances, accepted)
