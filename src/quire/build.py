@@ -63,7 +63,7 @@ from quire.models.eagle import load_eagle
 from quire.models.families import LoadedModel
 from quire.models.fingerprint import kept_formats, length_rule_of, model_fingerprint
 from quire.models.heads import Head
-from quire.models.loading import Outline, load_model
+from quire.models.loading import Outline, check_division, load_model
 from quire.models.mtp import load_mtp
 from quire.models.sources import read_generation_config
 from quire.runner.graph import CudaCapture, GraphRunner, usual_sizes
@@ -157,8 +157,9 @@ class RankPart:
 def build(config: EngineConfig, *, progress: bool = False) -> Parts:
     """Load a model and put an engine around it. Each misfit is one clear error, before memory is
     spent."""
+    path = resolve_model(config.model, revision=config.revision)
     if config.tensor_parallel_size == 1:
-        return _build(config, None, progress=progress)
+        return _build(config, path, None, progress=progress)
     for name in ("adapters", "store", "state_dir", "host_memory"):
         if value := getattr(config, name):
             allowed = "left out: ranks divide K, V and weights, which this release neither stores nor adapts then"
@@ -167,16 +168,16 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
                 field=name,
                 given=value,
             )
+    check_division(path, config.tensor_parallel_size, config.max_model_len)
     ranks = Ranks(config.tensor_parallel_size, RANK_MAIN)
     try:
-        return _build(config, ranks, progress=progress)
+        return _build(config, path, ranks, progress=progress)
     except BaseException:
         ranks.close()
         raise
 
 
-def _build(config: EngineConfig, ranks: Ranks | None, *, progress: bool) -> Parts:
-    path = resolve_model(config.model, revision=config.revision)
+def _build(config: EngineConfig, path: Path, ranks: Ranks | None, *, progress: bool) -> Parts:
     device = resolve_device(config.device)
     if device.type == "cpu":
         limit_threads()

@@ -139,6 +139,8 @@ def test_a_thousand_sessions_leave_the_page_usable(visit: Visit, chat_folder: ob
             page.get_by_role("searchbox").fill("group txy")
             expect(page.get_by_text("100 of 1,001 branches")).to_be_visible()
             page.get_by_role("searchbox").fill("")
+            # The search waits for the end of typing: before, the last row is one of the hundred.
+            expect(page.get_by_text("1,001 branches", exact=True)).to_be_visible()
             page.get_by_role("tree").focus()
             page.keyboard.press("End")
             expect(page.get_by_role("treeitem", selected=True)).to_be_visible()

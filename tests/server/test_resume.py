@@ -204,10 +204,14 @@ def kill_and_resume(model: Path, folder: Path, oracle: LLM, rounds: int, seed: i
     answered = committed = loaded = 0
     for number in range(rounds):
         with killable(model, folder / "state", options=SMALL, served_model_name="m") as found:
-            if last is not None:
+            if last is None:
+                ask(found.client, oracle, LONG[0])
+                wait_for(lambda: any((folder / "state/store").rglob("*-rows-*.quire")))
+            else:
                 check_sessions(found, last)
                 check_branches(found, last)
-                loaded += ask(found.client, oracle, dice.choice(LONG))
+                loaded += ask(found.client, oracle, LONG[0])
+                ask(found.client, oracle, dice.choice(LONG))
             if known:
                 name = dice.choice(list(known))
                 assert turn(found.client, name) == continuation(oracle, known[name], 4)

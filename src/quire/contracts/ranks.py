@@ -25,7 +25,7 @@ class Group(Protocol):
 
     def sum(self, x: Tensor) -> Tensor:
         """Add the ranks' tensors, in place on each of them; return ``x``. The result is the same to
-        the bit on all."""
+        the bit on all. Sums of 16-bit numbers are rounded to 16 bits once, at the end."""
 
     def gather(self, x_RO: Tensor) -> Tensor | None:
         """Return the ranks' columns side by side, a fresh ``[R, size * O]``, on rank 0; else

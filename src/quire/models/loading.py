@@ -28,7 +28,7 @@ from quire.models.decoder import Decoder
 from quire.models.division import divide_head, divided_config, join_ranks
 from quire.models.families import Family, LoadedModel, family_of, is_foreign
 from quire.models.processor import Processor
-from quire.models.quantized import read_quantized, without_section
+from quire.models.quantized import Quantized, read_quantized, without_section
 from quire.models.sources import open_weights, read_config
 from quire.weights.block_panels import KINDS
 from quire.weights.checkpoint import Checkpoint
@@ -93,25 +93,13 @@ def load_model(
     expected. Raise ``InvalidArgument`` for an unknown dtype or device.
     """
     path = Path(path)
-    if not os.path.isdir(path) and not (is_gguf(path) and os.path.isfile(path)):
-        found = "a file" if os.path.exists(path) else "missing"
-        raise CheckpointError(f"{path} is {found}; expected the directory of a Hugging Face checkpoint, or a GGUF file")
+    values = _read_values(path)
     device = _device(device)
     _check_dtype_name(dtype)
-    values = read_config(path)
-    if is_foreign(values):
-        if group is not None:
-            raise Unsupported("tensor_parallel_size: transformers runs this model, and does not divide it")
-        return _load_foreign(path, values, device, dtype, before_weights)
     share = None if group is None else Share(group.rank, group.size)
-    try:
-        family, quantized = family_of(values), read_quantized(values)
-        whole = config = family.read_config(without_section(values), max_model_len)
-        if share is not None:
-            config = divided_config(whole, share)
-    except QuireError as error:
-        error.about(f"{path}, whose metadata make the config.json" if is_gguf(path) else str(path))
-        raise
+    if share is None and is_foreign(values):
+        return _load_foreign(path, values, device, dtype, before_weights)
+    family, quantized, whole, config = _read_configs(path, values, max_model_len, share)
     with Checkpoint(open_weights(path, quantized)) as checkpoint:
         num_layers = config.num_layers
         if num_layers > len(checkpoint.tensors):  # Also bounds the table that a damaged config.json could ask for.
@@ -155,6 +143,36 @@ def load_model(
     if group is not None:
         join_ranks(cast(Decoder[Any], model), group)
     return model
+
+
+def check_division(path: Path, size: int, max_model_len: int | None) -> None:
+    """Raise ``Unsupported`` for a model that is not divided among ``size`` ranks, as its
+    configuration says; and the errors of ``load_model`` for a configuration that is not read."""
+    _read_configs(path, _read_values(path), max_model_len, Share(0, size))
+
+
+def _read_values(path: Path) -> dict[str, Any]:
+    """Return the values of ``config.json``, or of a GGUF file's metadata."""
+    if not os.path.isdir(path) and not (is_gguf(path) and os.path.isfile(path)):
+        found = "a file" if os.path.exists(path) else "missing"
+        raise CheckpointError(f"{path} is {found}; expected the directory of a Hugging Face checkpoint, or a GGUF file")
+    return read_config(path)
+
+
+def _read_configs(
+    path: Path, values: dict[str, Any], max_model_len: int | None, share: Share | None
+) -> tuple[Family, Quantized | None, Any, Any]:
+    """Return the family, the form of quantised weights, and the configurations of the whole model
+    and of a rank's share."""
+    if share is not None and is_foreign(values):
+        raise Unsupported("tensor_parallel_size: transformers runs this model, and does not divide it")
+    try:
+        family, quantized = family_of(values), read_quantized(values)
+        whole = family.read_config(without_section(values), max_model_len)
+        return family, quantized, whole, whole if share is None else divided_config(whole, share)
+    except QuireError as error:
+        error.about(f"{path}, whose metadata make the config.json" if is_gguf(path) else str(path))
+        raise
 
 
 def _load_foreign(

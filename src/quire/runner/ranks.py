@@ -64,11 +64,13 @@ class TorchGroup:
 
     def sum(self, x: Tensor) -> Tensor:
         """See ``Group``."""
+        # The sum of two numbers is rounded once in any type; each further number rounds it again.
+        sums = x.float() if self.size > 2 and x.element_size() == 2 else x
         try:
-            self._group.allreduce([x]).wait()
+            self._group.allreduce([sums]).wait()
         except RuntimeError as error:
             raise RanksBroken(ENDED) from error
-        return x
+        return x if sums is x else x.copy_(sums)
 
     def gather(self, x_RO: Tensor) -> Tensor | None:
         """See ``Group``."""
