@@ -69,7 +69,8 @@ class Drafts:
         tokenizer: Tokenizer | None = None,
     ) -> None:
         """``tokenizer`` gives the tokens of texts that grammars force; None: there are none."""
-        self._state, self._proposer, self._options = state, proposer, options
+        self._state, self._options = state, options
+        self.use(proposer)
         self._vocab_size, self._metrics, self._tokenizer = vocab_size, metrics, tokenizer
         self.controller = Controller()
         self.are_trees = bool(state.recurrent_ids)
@@ -78,6 +79,12 @@ class Drafts:
         self._requests: dict[Request, RequestDrafts] = {}
         self._trust = Trust()
         self._ahead = 0
+
+    def use(self, proposer: Proposer) -> None:
+        """Take the drafts of later steps from this proposer."""
+        self._proposer = proposer
+        # ``isinstance`` of a protocol looks at each of its members, too slow for each step.
+        self._reader = proposer if isinstance(proposer, FeatureReader) else None
 
     def of(self, request: Request) -> RequestDrafts:
         """Return the counts of drafted and accepted tokens of a request."""
@@ -198,8 +205,8 @@ class Drafts:
 
     def layers(self, requests: Sequence[Request]) -> tuple[int, ...]:
         """Return the blocks whose outputs the proposer reads of a step of these requests."""
-        if isinstance(self._proposer, FeatureReader) and any(map(self._is_read, requests)):
-            return self._proposer.layers
+        if self._reader is not None and any(map(self._is_read, requests)):
+            return self._reader.layers
         return ()
 
     def _is_read(self, request: Request) -> bool:
@@ -210,7 +217,7 @@ class Drafts:
     def ran_rows(self, scheduled: ScheduledStep, output: StepOutput) -> None:
         """Give the proposer the outputs of the blocks that it reads. One that fails is dropped for
         these requests."""
-        if not output.features or not isinstance(self._proposer, FeatureReader):
+        if not output.features or self._reader is None:
             return
         counts = [len(chunk.tokens) for chunk in scheduled.step.chunks]
         parts = zip(*(feature_TE.split_with_sizes(counts) for feature_TE in output.features), strict=True)
@@ -222,7 +229,7 @@ class Drafts:
             if self._is_read(request)
         ]
         try:
-            self._proposer.ran([rows for _, rows in read])
+            self._reader.ran([rows for _, rows in read])
         except Exception as error:
             self._drop([request for request, _ in read], error)
 
@@ -250,7 +257,7 @@ class Drafts:
     def may_run_ahead(self) -> bool:
         """Return whether another step may be queued before the tokens of the last one are known.
         Its requests have no drafts."""
-        if isinstance(self._proposer, FeatureReader):
+        if self._reader is not None:
             return False  # It reads each step, with its tokens.
         self._ahead = (self._ahead + 1) % STEPS_AHEAD
         return self._ahead != 0

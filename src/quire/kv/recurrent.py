@@ -162,6 +162,9 @@ class RecurrentPart(Part):
         self.layer_ids = list(layer_ids)
         self.device = torch.device(device)
         self.backend = backend
+        # ``isinstance`` of a protocol looks at all of its members: too slow for each layer.
+        self.pooled = backend if isinstance(backend, PooledRecurrence) else None
+        """The backend, if it computes on states where they are stored."""
         self.storage = RecurrentStorage(self.specs, num_slots, self.device, padding=padding)
         self.table = RecurrentTable(num_slots, ring=ring, interval=interval)
         self.current_pass: RecurrentPass | None = None
@@ -402,14 +405,15 @@ class RecurrentPass:
                 f"and v {tuple(v_THV.shape)} need float32 {wanted}"
             )
         self._check_rows("linear_attention", q_THK, k_THK, v_THV)
-        backend, given = self._part.backend, (q_THK, k_THK, v_THV)
-        if isinstance(backend, PooledRecurrence):
-            found = backend.linear_attention_at(self.plan, *given, self._places(layer, state_id), **options)
+        given = q_THK, k_THK, v_THV
+        if (pooled := self._part.pooled) is not None:
+            found = pooled.linear_attention_at(self.plan, *given, self._places(layer, state_id), **options)
             if found is not None:
                 self._set[layer, state_id] = "wanted"
                 return found
         states_GHKV = self._part.storage.read(layer, state_id, self._sources)
-        return self._take(layer, state_id, backend.linear_attention(self.plan, *given, states_GHKV, **options))
+        result = self._part.backend.linear_attention(self.plan, *given, states_GHKV, **options)
+        return self._take(layer, state_id, result)
 
     def convolve(
         self, layer_id: int, state_id: int, x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None = None
@@ -424,14 +428,14 @@ class RecurrentPass:
                 f"{tuple(weight_CW.shape)} need {wanted}"
             )
         self._check_rows("convolve", x_TC)
-        backend, given = self._part.backend, (x_TC, weight_CW, bias_C)
-        if isinstance(backend, PooledRecurrence):
-            found = backend.convolve_at(self.plan, *given, self._places(layer, state_id))
+        given = x_TC, weight_CW, bias_C
+        if (pooled := self._part.pooled) is not None:
+            found = pooled.convolve_at(self.plan, *given, self._places(layer, state_id))
             if found is not None:
                 self._set[layer, state_id] = "wanted"
                 return found
         states_GWC = self._part.storage.read(layer, state_id, self._sources)
-        return self._take(layer, state_id, backend.convolve(self.plan, *given, states_GWC))
+        return self._take(layer, state_id, self._part.backend.convolve(self.plan, *given, states_GWC))
 
     def tensor(self, layer_id: int, state_id: int) -> tuple[int, StateTensor]:
         """Return ``RecurrentPart.tensor``, of the open forward only."""

@@ -11,7 +11,7 @@ Letters: T rows, ``entries * count``.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
@@ -175,9 +175,8 @@ class StaticPass(StatePass):
 
     @property
     def _backend(self) -> StaticBackend:
-        backend = self._paged.backend
-        assert isinstance(backend, StaticBackend)
-        return backend
+        # Checked when a pass was asked for; ``isinstance`` of a protocol is too slow for each step.
+        return cast("StaticBackend", self._paged.backend)
 
     def _batch_of(self, need: ForwardNeed) -> Batch:
         self._real = plans.batch_of(need, self._state.device, self._positions.tensor)
