@@ -146,6 +146,7 @@ def run_whole(runner: Any, tokens: Sequence[int], cut: int, **given: Any) -> lis
     return outputs
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize("cut", [40, 7, 1])
 @pytest.mark.parametrize("name", EVERY)
 def test_logits_are_those_of_the_definition(made: Any, make_llm: MakeLLM, name: str, cut: int) -> None:
@@ -214,6 +215,7 @@ def followers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple
     return make
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize("depth", [1, 3, 16])
 @pytest.mark.parametrize("name", ["eagle", *(f"mtp-{kind}" for kind in MTP)])
 def test_a_head_that_is_right_is_always_accepted(followers: Any, make_llm: MakeLLM, name: str, depth: int) -> None:
@@ -260,6 +262,7 @@ def test_random_requests(pair: tuple[LLM, LLM], requests: list[dict[str, Any]]) 
     check_head(drafting)
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize("depth", [1, 2, 5, 16])
 @pytest.mark.parametrize("name", ["eagle-llama", "mtp-qwen3-next", "mtp-deepseek-v3"])
 def test_each_depth(made: Any, make_llm: MakeLLM, name: str, depth: int) -> None:
@@ -301,9 +304,7 @@ def test_the_heads_pool_is_too_small(followers: Any, make_llm: MakeLLM, tokens: 
     state = make_state(
         old.head.layer_specs, PoolSizes(tokens, None, 64), 4, kv_format("auto", torch.float32), device, "auto"
     )
-    drafts_of(llm)._proposer = Heads(
-        LocalRunner(old.head, state, device), old.head, "eagle", max_len=256, step_tokens=64
-    )
+    drafts_of(llm).use(Heads(LocalRunner(old.head, state, device), old.head, "eagle", max_len=256, step_tokens=64))
     prompts = [random_tokens(20, seed=seed) for seed in range(6)]
     outputs = llm.generate(prompts, greedy(40))
     assert token_ids(outputs) == [target.greedy(prompt, 40) for prompt in prompts]
@@ -460,6 +461,7 @@ def test_closed_between_drafts(made: Any) -> None:
     check_head(llm)
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("at", range(1, 9))
 @pytest.mark.parametrize("name", ["eagle-llama", "mtp-qwen3-next"])

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-CACHES = {"backend", "_rotary", "_rotations", "_prepared", "_raw", "_layers", "_relative_T"}
+CACHES = {"backend", "pooled", "_rotary", "_rotations", "_prepared", "_raw", "_layers", "_relative_T"}
 """Attributes that may be filled at any time, because they say nothing that is not known otherwise.
 """
 

@@ -58,10 +58,11 @@ def float8(
         scales = scales_of(() if scalar else shape, generator, dtype, 1e-3)
         values = torch.empty(outputs, inputs)
         height, width = block or (1, inputs)
-        for row in range(outputs):
-            for column in range(inputs):
+        for row in range(0, outputs, height):
+            for column in range(0, inputs, width):
+                block_at = slice(row, row + height), slice(column, column + width)
                 scale = scales if scalar else scales[row // height, column // width]
-                values[row, column] = codes[row, column].to(dtype) * scale
+                values[block_at] = codes[block_at].to(dtype) * scale
         return {f"{name}.weight": codes, f"{name}.weight{suffix}": scales}, values
 
     return write

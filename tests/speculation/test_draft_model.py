@@ -107,7 +107,7 @@ def in_a_small_pool(llm: LLM, tokens: int, step_tokens: int = 64) -> None:
     sizes = PoolSizes(tokens, None, step_tokens)
     device = old.runner.state.device
     state = make_state(model.layer_specs, sizes, size, kv_format("auto", model.dtype), device, "auto")
-    drafts_of(llm)._proposer = DraftModel(LocalRunner(model, state, device), max_len=256, step_tokens=step_tokens)
+    drafts_of(llm).use(DraftModel(LocalRunner(model, state, device), max_len=256, step_tokens=step_tokens))
 
 
 def count_tokens(llm: LLM) -> list[int]:

@@ -86,7 +86,8 @@ def drafts_of(llm: LLM) -> Drafts:
 def drafting(llm: LLM, proposer: Any, *, depth: int = 16) -> LLM:
     """Let an LLM with speculation ask ``proposer``, and verify all that it proposes."""
     drafts = drafts_of(llm)
-    drafts._proposer, drafts.controller = proposer, Everything()
+    drafts.use(proposer)
+    drafts.controller = Everything()
     drafts._options = Speculation(depth=depth)
     return llm
 
@@ -130,7 +131,8 @@ def test_random_requests(pair: tuple[LLM, LLM], requests: list[dict[str, Any]], 
     stops, bans and logprobs, and end by all reasons."""
     plain, speculating = pair
     expected = run(plain, requests)
-    told = drafts_of(speculating)._proposer = Told(seed)
+    told = Told(seed)
+    drafts_of(speculating).use(told)
     whole = [one for one in requests if one["cancel"] is None]
     told.known = [
         random_tokens(one["prompt"], seed=requests.index(one)) + found[0]
@@ -566,7 +568,7 @@ def test_more_drafts_than_asked_for_are_cut(make_llm: MakeLLM, llama: Checkpoint
 def test_garbage_is_soon_left(make_llm: MakeLLM, llama: Checkpoint) -> None:
     """With the real controller: promises that are not kept end the drafts."""
     llm = make_llm(llama, speculative="lookup")
-    drafts_of(llm)._proposer = Told(right=0.0)
+    drafts_of(llm).use(Told(right=0.0))
     (output,) = llm.generate([PROMPT], greedy(200))
     assert output.outputs[0].token_ids == llama.greedy(PROMPT, 200)
     counts = output.speculation

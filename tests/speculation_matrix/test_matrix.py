@@ -87,6 +87,8 @@ class Life:
 
     llm: LLM
     row: Row
+    rounds: int = 3
+    """Number of times that all run together."""
     said: list[tuple[RequestOutput, str | None, SamplingParams]] = field(default_factory=list)
     """The outputs, each with its adapter and parameters."""
     sessions: list[Session] = field(default_factory=list)
@@ -158,13 +160,13 @@ class Life:
         """Return what can be compared: all texts, the reasons of their ends, and all sessions."""
         for number in range(2):
             self.open(number)
-        for seed in (100, 200):
-            self.together(seed)
-            self.change(seed)
-            self.leave_a_stream(seed)
-            if seed == 100:
+        for number in range(1, self.rounds):
+            self.together(100 * number)
+            self.change(100 * number)
+            self.leave_a_stream(100 * number)
+            if number == 1:
                 self.open(3)
-        self.together(300)
+        self.together(100 * self.rounds)
         found: list[Any] = [
             (one.token_ids, one.text, one.finish_reason, one.stop_reason)
             for output, *_ in self.said
@@ -226,10 +228,10 @@ def accepts(row: Row) -> bool:
     return row["proposer"] in ("half", "perfect") and row["pool"] == "roomy"
 
 
-def live(world: World, row: Row) -> None:
+def live(world: World, row: Row, rounds: int) -> None:
     """Compare the life of a row with the same one without speculation, and with transformers."""
     with make(world, row | PLAIN, "4MiB") as llm:
-        plain = Life(llm, row)
+        plain = Life(llm, row, rounds)
         expected = plain.run()
         memory = "4MiB" if row["pool"] == "roomy" else small_pool(llm, row)
     proposers: dict[str, Any] = {"garbage": Told(right=0.0), "half": Told(), "perfect": Told(right=1.0)}
@@ -249,7 +251,7 @@ def live(world: World, row: Row) -> None:
                 [*output.prompt_token_ids, *one.token_ids] for output, *_ in plain.said for one in output.outputs
             ]
             drafting(llm, told)
-        life = Life(llm, row)
+        life = Life(llm, row, rounds)
         assert life.run() == expected
         counts = [output.speculation for output, *_ in life.said if output.speculation is not None]
         dropped = [one.dropped for one in counts if one.dropped]
@@ -272,11 +274,17 @@ def live(world: World, row: Row) -> None:
 
 @pytest.mark.parametrize("row", ROWS, ids=name_of)
 def test_every_pair(worlds: Any, row: Row) -> None:
-    live(worlds(row["model"]), row)
+    live(worlds(row["model"]), row, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", ROWS, ids=name_of)
+def test_every_pair_changed_twice(worlds: Any, row: Row) -> None:
+    live(worlds(row["model"]), row, 3)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
 def test_random_triples(worlds: Any, seed: int) -> None:
     for row in random_rows(FACTORS, 10, seed):
-        live(worlds(row["model"]), row)
+        live(worlds(row["model"]), row, 3)
