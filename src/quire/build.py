@@ -350,7 +350,7 @@ def rank_threads(size: int) -> None:
 
 
 def exact_note(exact: ExactWindows) -> str:
-    """Return what requests with ``exact`` cost, in words."""
+    """Return the cost of requests with ``exact``, in words."""
     if not exact.dependence:
         return "exact=True costs nothing: a row of this model is the same in any batch"
     if exact.refusal:

@@ -279,7 +279,7 @@ class Drafts:
             self._proposer.ended(context_of(request))
 
     def forget(self) -> None:
-        """Forget what proposers keep of requests that have ended."""
+        """Let proposers forget requests that have ended."""
         if isinstance(self._proposer, Remembering):
             self._proposer.forget()
 

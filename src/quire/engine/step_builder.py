@@ -61,7 +61,7 @@ class StepBuilder:
     adapters: set[int] = field(default_factory=set)
     """Those that it uses."""
     pool: BranchPool | None = None
-    """Decides which adapters fit into one forward; None: all do."""
+    """Limits the adapters of one forward; None: there is no limit."""
     held_back: bool = False
     """Whether a request waits for room for its adapter."""
     used: dict[str, int] = field(default_factory=dict)

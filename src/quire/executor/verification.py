@@ -171,7 +171,7 @@ class Speculated:
         return np.array([int(self.item.tokens[0][0]), *self.drafts], dtype=np.int64)
 
     def accept(self, logits_RV: Tensor, threshold: float) -> acceptance.AcceptResult:
-        """Return what is accepted of the drafts."""
+        """Return the accepted part of the drafts."""
         if self.sampling is None:
             return acceptance.accept_by_threshold(logits_RV, self.drafts, threshold, self.parents)
         return acceptance.rejection_sample(logits_RV, self.drafts, self.draft_kV, self.sampling, self.parents)

@@ -76,7 +76,7 @@ class Head(ABC):
 
     @abstractmethod
     def following(self, y_TE: Tensor) -> Tensor:
-        """Return what stands for the hidden states of the next rows, of the block's output."""
+        """Map the block's output to the estimates of the next rows' hidden states."""
 
     @abstractmethod
     def head(self, x_RE: Tensor) -> Tensor:

@@ -62,7 +62,7 @@ def section_of(values: Mapping[str, Any]) -> ConfigFields | None:
 
 
 def read_quantized(values: Mapping[str, Any]) -> Quantized | None:
-    """Return how a checkpoint is quantised; None: it is not, or its family reads the section.
+    """Return the quantisation of a checkpoint; None: it has none, or its family reads the section.
 
     ``Unsupported`` with the known methods for another ``quant_method``, and for an option that is
     not computed. ``CheckpointError`` for a damaged section.

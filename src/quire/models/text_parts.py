@@ -201,7 +201,7 @@ def _renamed(name: str, trunk: str, head: str) -> str:
 
 
 def _originals(name: str) -> Iterator[str]:
-    """Yield what a family may call a tensor of a text part."""
+    """Yield the names in families of a tensor of a text part."""
     for pair in PREFIXES:
         for old, new in zip(("model.", "lm_head."), pair, strict=True):
             if name.startswith(new):

@@ -25,7 +25,7 @@ BLOCKS = (PreNormBlock, PostNormBlock, SandwichBlock, ParallelBlock)
 
 
 def row_dependence(model: object, state: State) -> str:
-    """Return what makes rows depend on others; empty: nothing does, so that a row is the same to
+    """Return the reason why rows depend on others; empty: they do not, so that a row is the same to
     the bit in any batch and any division of its tokens."""
     if state.device.type != "cpu":
         return f"kernels of {state.device.type} choose the order of sums by the batch"
@@ -41,8 +41,8 @@ def row_dependence(model: object, state: State) -> str:
 
 
 def content_dependence(model: object) -> str:
-    """Return what makes a row depend on which tokens other rows have, also where their number is
-    fixed; empty: nothing does. An expert has as many rows as the tokens choose it."""
+    """Return the reason why a row depends on the tokens of other rows, also where their number is
+    fixed; empty: it does not. An expert has as many rows as the tokens choose it."""
     if getattr(model, "fallback", False):
         return "transformers computes its layers"
     for experts in _experts(getattr(model, "blocks", ())):

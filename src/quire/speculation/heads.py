@@ -79,7 +79,7 @@ class Reader:
         self.num_run = 0
 
     def keep(self, count: int) -> None:
-        """Leave what does not belong to the first ``count`` tokens."""
+        """Drop all rows behind the first ``count`` tokens."""
         self.tokens.truncate(count)
         self.states_NE = self.states_NE[: max(0, count - self.first)]
         self.first = min(self.first, count)
@@ -151,7 +151,7 @@ class Chain(LikelyChain):
 
 
 class Heads:
-    """Proposes what a head of the target finds most likely."""
+    """Proposes the most likely tokens of a head of the target."""
 
     def __init__(self, runner: Runner, head: Head, name: str, *, max_len: int, step_tokens: int) -> None:
         """``runner``: of the head; ``max_len``: the longest sequence; ``step_tokens``: most tokens

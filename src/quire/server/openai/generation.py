@@ -178,8 +178,8 @@ def encode(tokenizer: Tokenizer | None, prompt: str | Sequence[int], *, inside: 
 async def check_prompts(
     context: Context, request: Request, prompts: Iterable[tuple[NDArray[np.int64], Named]], params: SamplingParams
 ) -> None:
-    """Refuse what ``AsyncLLM.stream`` would refuse, on a worker thread: grammars take time. Beside
-    the tokens of each prompt stands a context that names it in errors."""
+    """Raise the errors that ``AsyncLLM.stream`` would raise, on a worker thread: grammars take
+    time. Beside the tokens of each prompt stands a context that names it in errors."""
 
     def check() -> None:
         checks = context.llm.engine.checks
