@@ -44,7 +44,7 @@ from quire.kernels.block import native_blocks
 from quire.kernels.cores import limit_threads
 from quire.kernels.draw.triton_draw import fastest_draw
 from quire.kernels.draw.triton_penalties import fastest_penalties
-from quire.kernels.linear.cpu_linear import TILES, native_linear
+from quire.kernels.linear.cpu_linear import native_linear
 from quire.kernels.linear.float8 import Float8Linear, float8_problem
 from quire.kernels.linear.low_rank import native_low_rank
 from quire.kernels.malloc import keep_freed_memory
@@ -675,15 +675,7 @@ def layer_kernels(device: torch.device, quantization: str | None = None) -> Laye
         raise Unsupported(f"quantization {form!r}: {reason}", field="quantization", given=form)
     if device.type != "cpu":
         return LayerKernels(None if triton_problem(device) else TritonRows(), Float8Linear() if form else None, form)
-    linear = native_linear()
-    if form is not None and linear is not None and linear.level == TILES:
-        logger.warning(
-            "quantization %s: this processor multiplies bfloat16 weights by AMX tiles, but not %s weights; "
-            "prompts take up to four times as long as in bfloat16, single tokens do not",
-            form,
-            form,
-        )
-    return LayerKernels(native_rows(), linear, form, native_blocks())
+    return LayerKernels(native_rows(), native_linear(), form, native_blocks())
 
 
 def quantization_problem(quantization: Quantization, device: torch.device) -> str:

@@ -4,7 +4,6 @@ weights take over, what is refused."""
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +12,6 @@ import torch
 from quire import LLM, SamplingParams, Unsupported
 from quire.adapters.targets import linears_of
 from quire.base.errors import QuireError
-from quire.build import layer_kernels
-from quire.kernels.linear.cpu_linear import TILES
 from quire.kernels.native_library import native_library, native_problem
 from quire.weights.packed import pack, unpack
 
@@ -77,15 +74,3 @@ def test_only_cpus_have_it() -> None:
     with pytest.raises(Unsupported, match="only CPUs"):
         layer_kernels(torch.device("cuda"), "int8")
     assert layer_kernels(torch.device("cuda")).linear is None
-
-
-@pytest.mark.parametrize(("level", "warned"), [(TILES, True), (TILES - 1, False)])
-def test_the_log_says_that_tiles_do_not_multiply_quantised_prompts(
-    level: int, warned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("quire.build.native_linear", lambda: SimpleNamespace(level=level))
-    layer_kernels(torch.device("cpu"), "int4")
-    assert ("AMX" in caplog.text) is warned
-    caplog.clear()
-    layer_kernels(torch.device("cpu"))
-    assert not caplog.text

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.base.errors import CheckpointError
 from quire.contracts.linear import BlockRows
-from quire.kernels.linear.cpu_linear import EMULATED, NativeLinear, NativeMap, native_linear
+from quire.kernels.linear.cpu_linear import EMULATED, TILES, NativeLinear, NativeMap, native_linear
 from quire.kernels.native_library import native_library
 from quire.weights.block_panels import KINDS, block_rows_of
 from quire.weights.gguf_blocks import BLOCKS, SIZES
@@ -116,7 +116,7 @@ def test_rows_do_not_know_their_batch(kind: str) -> None:
     assert ((found - x @ wide.T).abs() <= x.abs() @ wide.abs().T * 1e-5).all()
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", [level for level in LEVELS if level < TILES])
 def test_bfloat16_rows_meet_the_same_weights(level: int) -> None:
     """Without products of bfloat16, float32 weights; with them, weights rounded to bfloat16."""
     parts = [rows_of_blocks("Q5_0", 64, 896)]
@@ -130,10 +130,10 @@ def test_bfloat16_rows_meet_the_same_weights(level: int) -> None:
     assert torch.equal(multiply(x[:1]), wanted[:1])
 
 
-@pytest.mark.parametrize("level", [level for level in LEVELS if level >= PAIRS])
+@pytest.mark.parametrize("level", [level for level in LEVELS if PAIRS <= level < TILES])
 @pytest.mark.parametrize("kind", KINDS)
 def test_pairs_are_those_of_the_rounded_weights(kind: str, level: int) -> None:
-    """To the bit, by instructions for products of bfloat16, or emulated tiles."""
+    """To the bit, by instructions for products of bfloat16."""
     parts = [rows_of_blocks(kind, 40, 768)]
     bias = torch.randn(40)
     multiply = made(parts, 768, torch.bfloat16, bias, level)
@@ -141,6 +141,41 @@ def test_pairs_are_those_of_the_rounded_weights(kind: str, level: int) -> None:
     for rows in (1, 7, 16, 33, 70):
         x = torch.randn(rows, 768).bfloat16()
         assert torch.equal(multiply(x), expanded(x)), rows
+
+
+@pytest.mark.parametrize("level", [level for level in LEVELS if level >= TILES])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("outputs", "inputs"), [(40, 256), (96, 1792)])
+def test_tiles_multiply_codes(kind: str, level: int, outputs: int, inputs: int) -> None:
+    """No weight is rounded; one row, and rows in tiles of 4, 8 and 16, have the same bits."""
+    torch.manual_seed(3)
+    parts = [rows_of_blocks(kind, outputs, inputs)]
+    weight, bias = values_of(parts, inputs).double(), torch.randn(outputs)
+    multiply = made(parts, inputs, torch.bfloat16, bias, level)
+    x = (torch.randn(70, inputs) * torch.randn(70, 1).exp()).bfloat16()
+    found = multiply(x)
+    exact = x.double() @ weight.T + bias.double()
+    # A code or a minimum times its scale is at most 32 times a weight in these formats' random
+    # blocks; sums are float32 (2^-24 each), the result is rounded once to bfloat16 (2^-9).
+    bound = x.double().abs() @ weight.abs().T * 32 * inputs**0.5 * 2.0**-24
+    assert ((found.double() - exact).abs() <= bound + exact.abs() * 2.0**-8 + 1e-6 * bias.abs() + 1e-30).all()
+    for first, rows in ((0, 1), (5, 1), (0, 2), (3, 4), (7, 5), (0, 9), (0, 16), (10, 17), (0, 33), (20, 50)):
+        assert torch.equal(multiply(x[first : first + rows]), found[first : first + rows]), (first, rows)
+
+
+def test_tiles_of_parts_in_several_formats() -> None:
+    """Tiles of another shape follow each other: formats with a scale for 32 inputs and for 16."""
+    torch.manual_seed(4)
+    kinds = (("Q4_K", 96), ("Q6_K", 64), ("Q5_0", 320), ("Q2_K", 41))
+    parts = [rows_of_blocks(kind, rows, 512, rows) for kind, rows in kinds]
+    multiply = made(parts, 512, torch.bfloat16, level=EMULATED)
+    x = torch.randn(40, 512).bfloat16()
+    first = 0
+    for part, (_, rows) in zip(parts, kinds, strict=True):
+        alone = made([part], 512, torch.bfloat16, level=EMULATED)
+        for count in (1, 6, 40):
+            assert torch.equal(multiply(x[:count])[:, first : first + rows], alone(x[:count]))
+        first += rows
 
 
 def test_parts_of_several_formats_are_one_map() -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from quire.base.errors import InvalidArgument
 from quire.contracts.linear import WeightForm
-from quire.kernels.linear.cpu_linear import EMULATED, FORMS, SLAB, NativeLinear, native_linear
+from quire.kernels.linear.cpu_linear import EMULATED, FORMS, SLAB, TILES, NativeLinear, native_linear
 from quire.kernels.native_library import native_library, native_problem
 from quire.weights import packed
 from quire.weights.packed import multiply, pack, unpack
@@ -26,7 +26,7 @@ BEST = -1 if LIBRARY is None else NativeLinear(LIBRARY).level
 DTYPES = (torch.float32, torch.bfloat16)
 CASES: list[tuple[WeightForm, torch.dtype, int]] = [
     *itertools.product(FORMS, DTYPES, range(max(BEST, 0) + 1)),
-    ("bfloat16", torch.bfloat16, EMULATED),
+    *((form, torch.bfloat16, EMULATED) for form in ("bfloat16", "int8", "int4")),
 ]
 
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason=native_problem())
@@ -181,6 +181,17 @@ def test_tiles_touch_only_what_is_theirs(rows: int) -> None:
         exact = x.double() @ weight.double().T
         limit = bound(x, weight, torch.zeros(outputs)) + exact.abs() * 2.0**-8
         assert bool(((found.double() - exact).abs() <= limit).all())
+
+
+@pytest.mark.skipif(BEST < TILES, reason="this processor has no tiles of bfloat16 (AMX)")
+@pytest.mark.parametrize("inputs", [64, 576, 1030])
+def test_emulated_tiles_are_those_of_the_processor(inputs: int) -> None:
+    torch.manual_seed(inputs)
+    weight = torch.randn(96, inputs).bfloat16()
+    real, emulated = (kernel(level).pack(weight, None, "bfloat16") for level in (TILES, EMULATED))
+    x = (torch.randn(40, inputs) * torch.randn(40, 1).exp()).bfloat16()
+    for rows in (1, 3, 16, 17, 40):
+        assert torch.equal(real(x[:rows]), emulated(x[:rows]))
 
 
 def test_what_is_no_number_reaches_its_rows_only() -> None:

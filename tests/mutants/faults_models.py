@@ -8,8 +8,8 @@ KERNELS = (
     Mutant(
         name="four-bit-weights-of-another-scale",
         file="build.py",
-        old="LayerKernels(native_rows(), linear, form,",
-        new="LayerKernels(native_rows(), linear, None,",
+        old="LayerKernels(native_rows(), native_linear(), form,",
+        new="LayerKernels(native_rows(), native_linear(), None,",
         tests=("engine/test_quantized.py::test_tokens_are_those_of_the_rounded_weights",),
     ),
     Mutant(

@@ -115,9 +115,11 @@ class BlockKind:
 
 
 def _bits_of(words: Tensor, width: int) -> Tensor:
-    """Return ``[R, s, g, 32]`` of words as bytes ``[R, s, g, words, 4]``."""
+    """Return ``[R, s, g, 32]`` of words as bytes ``[R, s, g, words, 4]``: the even inputs of a word
+    are in its lower half."""
     shifts = torch.arange(0, 8, width, dtype=torch.uint8)
-    return (words.unsqueeze(-1) >> shifts & (1 << width) - 1).reshape(*words.shape[:3], GROUP)
+    found = words.unsqueeze(-1) >> shifts & (1 << width) - 1
+    return found.view(*words.shape[:4], 2, 16 // width).transpose(-2, -1).reshape(*words.shape[:3], GROUP)
 
 
 KINDS: Mapping[str, BlockKind] = {

@@ -59,8 +59,9 @@ int quire_linear_level() {
 }
 
 Multiply quire_begin_linear(LinearCall* call, const Linear* map, void* y, const void* x, int64_t x_stride, int64_t rows, int64_t threads) {
-    const bool in_pairs = map->form == BFLOAT16 || (map->form == BLOCKS && BLOCKS_IN_PAIRS);
-    const bool by_tiles = map->level >= AMX && map->is_bfloat16 && in_pairs;
+    // A step of tiles has a scale.
+    const bool has_steps = map->form == BFLOAT16 || map->form == BLOCKS || (map->form >= INT8 && map->group % 32 == 0);
+    const bool by_tiles = map->level >= AMX && map->is_bfloat16 && has_steps;
     const int64_t unit = by_tiles ? 32 : 6, most_rows = by_tiles ? MANY_TILE_ROWS : TILE_ROWS;
     const int64_t panels = (map->outputs + PANEL - 1) / PANEL, row_tiles = (rows + most_rows - 1) / most_rows;
     // At least three panels, of which two are read side by side, unless threads would have no work.

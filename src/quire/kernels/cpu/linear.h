@@ -16,9 +16,9 @@
 // the last. A group is 32 inputs: its codes, the high bits of these, its scales. BLOCK_SHAPES has their sizes. Kinds with units have
 // eight groups behind a head.
 //
-//   codes      words of 32 bits, [4][32] of 4 bits: input 8j + i of an output from bit 4i of word j on; [2][32] of 2 bits: input
-//              16j + i from bit 2i of word j on; Q8_0 [32][32] bytes, two's complement
-//   high bits  words; [32] of one bit: input i at bit i; [2][32] of two: input 16j + i from bit 2i of word j on
+//   codes      words of 32 bits, [4][32] of 4 bits or [2][32] of 2 bits; Q8_0 [32][32] bytes, two's complement, input by input
+//   high bits  words, [32] of one bit or [2][32] of two
+//              Words j of B bits have inputs 32j / B on: input 2p + s of them from bit 16s + Bp on.
 //   scales     [32] float16, of kinds with minima [2][32], the second added; MXFP4 [32] bytes, of 2^(byte - 128). With units: Q4_K, Q5_K
 //              [32] bytes of scales and [32] of minima; IQ4_XS [32] signed bytes; Q3_K, Q6_K [2][32] of them, of 16 inputs each; Q2_K
 //              [2][32] bytes of both, the minimum in the upper half
@@ -40,7 +40,8 @@ constexpr int PANEL = 32;
 constexpr int MOST_RANGES = 32;
 // What comes so many bytes later is fetched before it is needed.
 constexpr int AHEAD = 4096;
-// Whether weights of BLOCKS are rounded to bfloat16 where there are instructions for its products and activations are bfloat16, too.
+// Whether weights of BLOCKS are rounded to bfloat16 where there are instructions for its products, but no tiles, and activations are
+// bfloat16, too.
 constexpr bool BLOCKS_IN_PAIRS = true;
 enum Form { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, INT4 = 3, BLOCKS = 4 };
 // In the order of KINDS in quire/weights/block_panels.py.
@@ -190,7 +191,7 @@ INLINE float block_value(int64_t kind, const uint8_t* panel, int64_t input, int6
     const uint8_t* head = panel + shape.head(group) + 2 * output;
     const auto bits = [&](const uint8_t* words, int width) {
         const int64_t each = 32 / width;
-        return (int)(loaded<uint32_t>(words + 4 * (i / each * PANEL + output)) >> width * (i % each) & ((1u << width) - 1));
+        return (int)(loaded<uint32_t>(words + 4 * (i / each * PANEL + output)) >> (i % 2 * 16 + i % each / 2 * width) & ((1u << width) - 1));
     };
     float value;
     if (kind == Q8_0)

@@ -70,7 +70,7 @@ bool tiles_are_right() {
 }  // namespace
 
 extern "C" {
-void quire_linear_amx(LinearCall* call, int64_t thread) { run_by_tiles<Tiles>(*call, thread); }
+void quire_linear_amx(LinearCall* call, int64_t thread) { run_form_by_tiles<Tiles>(*call, thread); }
 int quire_has_tiles() {
     static const bool found = may_use_tiles() && tiles_are_right();
     return found;

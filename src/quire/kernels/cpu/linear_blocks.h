@@ -56,12 +56,12 @@ struct Numbers {
 #ifdef WIDE
     __m512 low, high;
     __attribute__((always_inline)) Numbers() : low(_mm512_load_ps(number_table<KIND>.of)), high(_mm512_load_ps(number_table<KIND>.of + 16)) {}
-    // Input I of eight, whose codes are from bit SHAPE.low * I on. ``above``: the high bits are from bit SHAPE.high * I on.
+    // Input I of eight. ``above``: the high bits.
     template <int I>
     __attribute__((always_inline)) Lanes of(Bits words, Bits above) const {
-        const __m512i code = (__m512i)(words >> (SHAPE.low * I));
+        const __m512i code = (__m512i)(words >> (16 * (I % 2) + SHAPE.low * (I / 2)));
         if constexpr (!SHAPE.high) return (Lanes)_mm512_permutexvar_ps(code, low);
-        constexpr int UP = SHAPE.low - SHAPE.high * I;
+        constexpr int UP = SHAPE.low - 16 * (I % 2) - SHAPE.high * (I / 2);
         const __m512i bits = (__m512i)(UP > 0 ? above << (UP > 0 ? UP : 0) : above >> (UP > 0 ? 0 : -UP));
         // The low bits of the one, the others of the other.
         const __m512i all = _mm512_ternarylogic_epi32(_mm512_set1_epi32((1 << SHAPE.low) - 1), code, bits, 0xca);
@@ -74,8 +74,8 @@ struct Numbers {
 #else
     template <int I>
     __attribute__((always_inline)) Lanes of(Bits words, Bits above) const {
-        Bits code = words >> (SHAPE.low * I) & ((1u << SHAPE.low) - 1);
-        if (SHAPE.high) code |= (above >> (SHAPE.high * I) & ((1u << SHAPE.high) - 1)) << SHAPE.low;
+        Bits code = words >> (16 * (I % 2) + SHAPE.low * (I / 2)) & ((1u << SHAPE.low) - 1);
+        if (SHAPE.high) code |= (above >> (16 * (I % 2) + SHAPE.high * (I / 2)) & ((1u << SHAPE.high) - 1)) << SHAPE.low;
         if constexpr (KIND < IQ4_NL) return from_counts(code - (uint32_t)SHAPE.offset);
         Lanes found;
         for (int lane = 0; lane < LANES; lane++) found[lane] = number_table<KIND>.of[code[lane]];
@@ -145,9 +145,9 @@ INLINE void each_weight(const uint8_t* panel, int64_t group, USE&& use) {
             if (j % 2 == 0) read_scales<KIND>(scale, minimum, scales, head, j / 2);
         for (int n = 0; n < 2; n++) {
             if constexpr (SHAPE.low == 4) words[n] = loaded<Bits>(codes + (2 * j + n) * 64);
-            if constexpr (SHAPE.low == 2) words[n] = loaded<Bits>(codes + (j / 2 * 2 + n) * 64) >> (uint32_t)(j % 2 * 16);
-            if constexpr (SHAPE.high == 2) above[n] = loaded<Bits>(high + (j / 2 * 2 + n) * 64) >> (uint32_t)(j % 2 * 16);
-            if constexpr (SHAPE.high == 1) above[n] = loaded<Bits>(high + n * 64) >> (uint32_t)(8 * j);
+            if constexpr (SHAPE.low == 2) words[n] = loaded<Bits>(codes + (j / 2 * 2 + n) * 64) >> (uint32_t)(j % 2 * 8);
+            if constexpr (SHAPE.high == 2) above[n] = loaded<Bits>(high + (j / 2 * 2 + n) * 64) >> (uint32_t)(j % 2 * 8);
+            if constexpr (SHAPE.high == 1) above[n] = loaded<Bits>(high + n * 64) >> (uint32_t)(4 * j);
         }
         eight_weights<KIND, 0>(use, 8 * j, numbers, codes, words, above, scale, minimum);
     }
@@ -168,6 +168,16 @@ INLINE Bits upper_halves(Lanes value) {
     return bits + 0x7fffu + (bits >> 16 & 1u);
 }
 
+#ifdef PAIRS
+// Numbers below 2^-126 become 0, as the products of pairs and tiles read them.
+INLINE Bits pairs_of(Lanes even, Lanes odd) {
+    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    return (Bits)_mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even));
+}
+#else
+INLINE Bits pairs_of(Lanes even, Lanes odd) { return upper_halves(even) >> 16 | (upper_halves(odd) & 0xffff0000u); }
+#endif
+
 // As BFLOAT16 lies in a panel.
 struct WritePairs {
     bfloat16* to;
@@ -177,7 +187,7 @@ struct WritePairs {
         if constexpr (I % 2 == 0)
             even[n] = weights;
         else
-            store(to + (k + I - 1) * PANEL + 2 * n * LANES, upper_halves(even[n]) >> 16 | (upper_halves(weights) & 0xffff0000u));
+            store(to + (k + I - 1) * PANEL + 2 * n * LANES, pairs_of(even[n], weights));
     }
 };
 

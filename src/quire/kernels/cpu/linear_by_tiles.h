@@ -1,5 +1,5 @@
 // Products of bfloat16 by tiles: 16 or 32 rows times a panel, which is two tiles of outputs, 32 inputs at a time. Weights lie as
-// linear.h says: a tile of them is 16 rows of 16 pairs, every second cache line of a panel.
+// linear.h says: a tile of them is 16 rows of 16 pairs, every second cache line of a panel. linear_code_tiles.h multiplies codes.
 //
 // An output's sum goes from its first 32 inputs to its last, through memory in between, whatever other rows there are.
 //
@@ -28,6 +28,11 @@ struct TileShapes {
         const int64_t upper = count < SIDE_ROWS ? count : SIDE_ROWS, lower = count - upper;
         const int64_t of[8] = {upper, upper, lower, lower, upper, lower, SIDE_ROWS, SIDE_ROWS};
         for (int tile = 0; tile < 8; tile++) rows[tile] = (uint8_t)of[tile], bytes[tile] = of[tile] ? 64 : 0;
+    }
+    // Of codes: all sums and inputs are of these rows, and steps of so many inputs.
+    TileShapes(int64_t count, int64_t inputs) {
+        for (int tile = 0; tile < 8; tile++)
+            rows[tile] = (uint8_t)(tile < 6 ? count : inputs / 2), bytes[tile] = (uint8_t)(tile == 4 || tile == 5 ? 2 * inputs : 64);
     }
 };
 static_assert(sizeof(TileShapes) == 64);
@@ -74,12 +79,9 @@ template <class Tiles>
 INLINE void run_by_tiles(LinearCall& call, int64_t thread) {
     static thread_local Room room;
     const Linear& map = *call.map;
-    const bool in_blocks = map.form == BLOCKS;
-    const int64_t panels = (map.outputs + PANEL - 1) / PANEL, bytes = in_blocks ? 0 : panel_bytes(map), stride = call.x_stride * sizeof(bfloat16);
-    // The weights of NEAR_INPUTS of a panel, which BLOCKS become.
-    bfloat16* const pairs = (bfloat16*)room.of((NEAR_INPUTS / 2 + NEAR_PANELS * call.tile_rows) * PANEL);
-    float* const sums = (float*)pairs + NEAR_INPUTS / 2 * PANEL;
-    if (!pairs) {
+    const int64_t panels = (map.outputs + PANEL - 1) / PANEL, bytes = panel_bytes(map), stride = call.x_stride * sizeof(bfloat16);
+    float* const sums = room.of(NEAR_PANELS * call.tile_rows * PANEL);
+    if (!sums) {
         call.failed = 1;
         return;
     }
@@ -91,14 +93,13 @@ INLINE void run_by_tiles(LinearCall& call, int64_t thread) {
         const char* const x = (const char*)call.x + first * stride;
         const int64_t end = panels * (part + 1) / call.parts;
         // Few rows read each panel from its first byte to its last.
-        const int64_t most = rows > MOST_TILED || in_blocks ? NEAR_INPUTS : map.inputs;
+        const int64_t most = rows > MOST_TILED ? NEAR_INPUTS : map.inputs;
         for (int64_t panel = panels * part / call.parts; panel < end; panel += NEAR_PANELS) {
             const int64_t count = end - panel < NEAR_PANELS ? end - panel : NEAR_PANELS;
             for (int64_t k = 0; k < map.inputs; k += most)
                 for (int64_t q = 0; q < count; q++) {
                     const int64_t inputs = map.inputs - k < most ? map.inputs - k : most;
-                    if (in_blocks) expand_blocks(pairs, map, panel + q, k, inputs);
-                    const char* const w = in_blocks ? (const char*)pairs : (const char*)map.weights + (panel + q) * bytes + k * PANEL * 2;
+                    const char* const w = (const char*)map.weights + (panel + q) * bytes + k * PANEL * 2;
                     for (int64_t m = 0; m < rows; m += MOST_TILED) {
                         const int64_t some = rows - m < MOST_TILED ? rows - m : MOST_TILED;
                         if (some != shaped) Tiles::shape(TileShapes(shaped = some));
@@ -115,6 +116,21 @@ INLINE void run_by_tiles(LinearCall& call, int64_t thread) {
         __atomic_fetch_add(&call.done, 1, __ATOMIC_RELEASE);
     }
     Tiles::release();
+}
+
+}  // namespace
+
+#include "linear_code_tiles.h"
+
+namespace {
+
+// Of BFLOAT16, or codes.
+template <class Tiles>
+INLINE void run_form_by_tiles(LinearCall& call, int64_t thread) {
+    if (call.map->form == BFLOAT16)
+        run_by_tiles<Tiles>(call, thread);
+    else
+        run_codes_by_tiles<Tiles>(call, thread);
 }
 
 }  // namespace

@@ -34,6 +34,20 @@ INLINE uint32_t eight_bits(const uint8_t* from, int shift) {
     return (uint32_t)((bits & 0x0101010101010101) * 0x0102040810204080 >> 56);
 }
 
+// A word whose inputs stand in order becomes one as linear.h has them: the even inputs in the lower half.
+template <int WIDTH>
+INLINE uint32_t in_halves(uint32_t word) {
+    const auto exchange = [&](uint32_t mask, int by) {
+        const uint32_t other = (word ^ word >> by) & mask;
+        word ^= other ^ other << by;
+    };
+    if (WIDTH < 2) exchange(0x22222222, 1);
+    if (WIDTH < 4) exchange(0x0c0c0c0c, 2);
+    exchange(0x00f000f0, 4);
+    exchange(0x0000ff00, 8);
+    return word;
+}
+
 // The words of 32 codes, WIDTH bits of each of 32 bytes.
 template <int WIDTH>
 INLINE void put_words(uint8_t* to, const uint8_t* from, int shift) {
@@ -41,7 +55,7 @@ INLINE void put_words(uint8_t* to, const uint8_t* from, int shift) {
     for (int word = 0; word < WIDTH; word++) {
         uint32_t bits = 0;
         for (int i = 0; i < EACH; i++) bits |= eight_bits<WIDTH>(from + 8 * (word * EACH + i), shift) << 8 * WIDTH * i;
-        store(to + 4 * word * PANEL, bits);
+        store(to + 4 * word * PANEL, in_halves<WIDTH>(bits));
     }
 }
 
@@ -52,8 +66,8 @@ INLINE void put_codes(uint8_t* to, uint8_t* high, const uint8_t* block, int g) {
     if constexpr (!SHAPE.units || KIND == IQ4_XS) {
         // The lower halves of 16 bytes, then the upper ones.
         const uint8_t* from = block + BLOCK_BYTES[KIND] - 16 * (SHAPE.units ? 8 - g : 1);
-        for (int word = 0; word < 4; word++) store(to + 4 * word * PANEL, eight_bits<4>(from + word % 2 * 8, word / 2 * 4));
-        if constexpr (SHAPE.high > 0) store(high, loaded<uint32_t>(block + SHAPE.scale));
+        for (int word = 0; word < 4; word++) store(to + 4 * word * PANEL, in_halves<4>(eight_bits<4>(from + word % 2 * 8, word / 2 * 4)));
+        if constexpr (SHAPE.high > 0) store(high, in_halves<1>(loaded<uint32_t>(block + SHAPE.scale)));
     } else if constexpr (KIND == Q4_K || KIND == Q5_K) {
         put_words<4>(to, block + (KIND == Q4_K ? 16 : 48) + g / 2 * 32, g % 2 * 4);
         if constexpr (KIND == Q5_K) put_words<1>(high, block + 16, g);

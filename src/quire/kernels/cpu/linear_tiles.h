@@ -5,6 +5,7 @@
 //
 // Letters: M rows of a tile; a panel has two vectors of outputs.
 
+#include "linear_codes.h"
 #include "linear_outputs.h"
 
 namespace {
@@ -12,126 +13,6 @@ namespace {
 // About as many inputs at a time: their part of a panel stays in a cache for all rows, and their sum is added to the others.
 constexpr int BLOCK = 640;
 constexpr int WIDEST_GROUP = 128;
-
-typedef uint8_t Bytes __attribute__((vector_size(64)));
-typedef int32_t Whole __attribute__((vector_size(64)));
-
-// -- codes to values -------------------------------------------------------------------------------------------------
-
-// 64 codes as two vectors of pairs: a code in the lower byte of each half of 32 bits.
-INLINE void spread(Bytes from, Bits* first, Bits* second) {
-    const Bytes none = {};
-#define LANE(a) a, 64, a + 1, 64, a + 2, 64, a + 3, 64, a + 4, 64, a + 5, 64, a + 6, 64, a + 7, 64
-    *first = (Bits)__builtin_shufflevector(from, none, LANE(0), LANE(16), LANE(32), LANE(48));
-    *second = (Bits)__builtin_shufflevector(from, none, LANE(8), LANE(24), LANE(40), LANE(56));
-#undef LANE
-}
-
-INLINE Lanes value_of_int8(Bits code) {
-    Lanes size = __builtin_convertvector((Whole)(code & 0x7fu), Lanes);
-    return (Lanes)((Bits)size | ((code & 0x80u) << 24));
-}
-// Inputs k and k + 1 from pairs of codes: the lower and the upper halves.
-INLINE void put_int8(float* to, Bits pairs) {
-    store(to, value_of_int8(pairs & 0xffffu));
-    store(to + PANEL, value_of_int8(pairs >> 16));
-}
-
-// to[k][o]: values without scale of so many inputs of a panel.
-template <int FORM>
-INLINE void widen_panel(float* to, const uint8_t* from, int64_t inputs) {
-    if (FORM == BFLOAT16) {
-        for (int64_t k = 0; k < inputs; k += 2)
-            for (int half = 0; half < 2; half++, from += 64) {
-                Bits pairs = loaded<Bits>(from);
-                store(to + k * PANEL + half * LANES, (Lanes)(pairs << 16));
-                store(to + (k + 1) * PANEL + half * LANES, (Lanes)(pairs & 0xffff0000u));
-            }
-    } else if (FORM == INT8) {
-        for (int64_t k = 0; k < inputs; k += 4)
-            for (int half = 0; half < 2; half++, from += 64) {
-                Bits first, second;
-                float* column = to + k * PANEL + half * LANES;
-                spread(loaded<Bytes>(from), &first, &second);
-                put_int8(column, first), put_int8(column + 2 * PANEL, second);
-            }
-    } else {
-        for (int64_t k = 0; k < inputs; k += 8)
-            for (int half = 0; half < 2; half++, from += 64) {
-                Bits codes = loaded<Bits>(from);
-                for (int i = 0; i < 8; i++)
-                    store(to + (k + i) * PANEL + half * LANES,
-                          __builtin_convertvector((Whole)(codes >> (16 * (i % 2) + 4 * (i / 2)) & 15u) - 8, Lanes));
-            }
-    }
-}
-
-#ifdef PAIRS
-// The bfloat16 of 0..127, byte by byte, and of -8..7, twice.
-struct Tables {
-    uint8_t low[128], high[128];
-    bfloat16 int4[32];
-    Tables() {
-        for (int code = 0; code < 128; code++) {
-            float value = (float)code;
-            uint32_t bits = loaded<uint32_t>(&value) >> 16;
-            low[code] = (uint8_t)bits, high[code] = (uint8_t)(bits >> 8);
-        }
-        for (int code = 0; code < 32; code++) put_one(int4 + code, (float)(code % 16) - 8);
-    }
-};
-const Tables tables;
-
-// Reads the codes of 16 outputs as pairs without scale, which bfloat16 has exactly.
-template <int FORM>
-struct Codes;
-
-template <>
-struct Codes<INT8> {
-    static constexpr int INPUTS = 4;  // of 64 bytes
-    __m512i low, low_rest, high, high_rest, sign;
-    __attribute__((always_inline)) Codes() {
-        low = _mm512_loadu_si512(tables.low), low_rest = _mm512_loadu_si512(tables.low + 64);
-        high = _mm512_loadu_si512(tables.high), high_rest = _mm512_loadu_si512(tables.high + 64);
-        sign = _mm512_set1_epi8((char)0x80);
-    }
-    __attribute__((always_inline)) void read(const uint8_t* from, __m512i (&pairs)[2]) const {
-        const __m512i codes = _mm512_loadu_si512(from), lower = _mm512_permutex2var_epi8(low, codes, low_rest);
-        const __m512i size = _mm512_permutex2var_epi8(high, codes, high_rest);
-        const __m512i upper = _mm512_ternarylogic_epi32(size, codes, sign, 0xf8);  // size | (codes & sign)
-        pairs[0] = _mm512_unpacklo_epi8(lower, upper), pairs[1] = _mm512_unpackhi_epi8(lower, upper);
-    }
-};
-
-template <>
-struct Codes<INT4> {
-    static constexpr int INPUTS = 8;
-    __m512i table;
-    __attribute__((always_inline)) Codes() { table = _mm512_loadu_si512(tables.int4); }
-    // A look-up takes the lowest five bits; the fifth makes no difference.
-    __attribute__((always_inline)) void read(const uint8_t* from, __m512i (&pairs)[4]) const {
-        const __m512i codes = _mm512_loadu_si512(from);
-        pairs[0] = _mm512_permutexvar_epi16(codes, table);
-        pairs[1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 4), table);
-        pairs[2] = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 8), table);
-        pairs[3] = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 12), table);
-    }
-};
-
-// to[k / 2][o][2]
-template <int FORM>
-INLINE void pair_panel(bfloat16* to, const uint8_t* from, int64_t inputs) {
-    const Codes<FORM> codes;
-    constexpr int INPUTS = Codes<FORM>::INPUTS;
-    for (int64_t k = 0; k < inputs; k += INPUTS)
-        for (int half = 0; half < 2; half++, from += 64) {
-            __m512i pairs[INPUTS / 2];
-            codes.read(from, pairs);
-            __builtin_prefetch(from + AHEAD, 0, 2);
-            for (int p = 0; p < INPUTS / 2; p++) _mm512_storeu_si512(to + (k + 2 * p) * PANEL + half * 32, pairs[p]);
-        }
-}
-#endif
 
 // -- tiles -----------------------------------------------------------------------------------------------------------
 
@@ -268,11 +149,25 @@ INLINE void tile_of(int64_t rows, const Sums& to, const char* x, int64_t stride,
 }
 
 #ifdef PAIRS
+// to[k / 2][o][2]
+template <int FORM>
+INLINE void pair_panel(bfloat16* to, const uint8_t* from, int64_t inputs) {
+    const PairCodes<FORM> codes;
+    constexpr int INPUTS = PairCodes<FORM>::INPUTS;
+    for (int64_t k = 0; k < inputs; k += INPUTS)
+        for (int half = 0; half < 2; half++, from += 64) {
+            Bits pairs[INPUTS / 2];
+            codes.read(from, pairs);
+            __builtin_prefetch(from + AHEAD, 0, 2);
+            for (int p = 0; p < INPUTS / 2; p++) store(to + (k + 2 * p) * PANEL + half * 32, pairs[p]);
+        }
+}
+
 // A few rows multiply codes that become pairs in registers, group by group as sum_panels adds them.
 template <int M, int Q, int FORM>
 __attribute__((noinline)) void code_tile(const Linear& map, int64_t panel, Sums to, const char* rows, int64_t stride) {
-    constexpr int INPUTS = Codes<FORM>::INPUTS;
-    const Codes<FORM> codes;
+    constexpr int INPUTS = PairCodes<FORM>::INPUTS;
+    const PairCodes<FORM> codes;
     const int64_t apart = map.inputs * PANEL / (FORM == INT8 ? 1 : 2), scales_apart = map.inputs / map.group * PANEL;
     const uint8_t *from = (const uint8_t*)map.weights + panel * apart, *end = from + apart;
     const bfloat16 *scales = map.scales + panel * scales_apart, *scales_end = scales + scales_apart;
@@ -286,7 +181,7 @@ __attribute__((noinline)) void code_tile(const Linear& map, int64_t panel, Sums 
             for (int q = 0; q < Q; q++)
 #pragma GCC unroll 2
                 for (int n = 0; n < 2; n++) {
-                    __m512i pairs[INPUTS / 2];
+                    Bits pairs[INPUTS / 2];
                     const uint8_t* place = from + q * apart + n * 64;
                     codes.read(place, pairs);
                     __builtin_prefetch(place + ahead, 0, 3);

@@ -2,6 +2,9 @@
 // TDPBF16PS), so that any machine can test them. It is slow.
 #include "linear.h"
 
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC optimize("O1")  // compilers take minutes to take so many wide vectors apart
+#endif
 #include "linear_by_tiles.h"
 
 namespace {
@@ -46,4 +49,4 @@ thread_local char Emulated::tiles[8][SIDE_ROWS][64];
 
 }  // namespace
 
-extern "C" void quire_linear_emulated(LinearCall* call, int64_t thread) { run_by_tiles<Emulated>(*call, thread); }
+extern "C" void quire_linear_emulated(LinearCall* call, int64_t thread) { run_form_by_tiles<Emulated>(*call, thread); }
