@@ -37,7 +37,7 @@ from quire.contracts.kv_format import PlainRows
 from quire.contracts.layers import FullAttention
 from quire.kernels import native_library
 from quire.kernels.attention import cpu_attention
-from quire.kernels.attention.cpu_attention import LEVELS, NativeAttention, shapes_of
+from quire.kernels.attention.cpu_attention import EMULATED, LEVELS, NativeAttention, shapes_of
 from quire.kernels.attention.sdpa import SdpaPlan
 from quire.kernels.native_library import native_problem
 from quire.ops.attention import ReferenceAttention
@@ -46,7 +46,7 @@ pytestmark = pytest.mark.skipif(bool(native_problem()), reason=native_problem() 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@pytest.fixture(params=LEVELS)
+@pytest.fixture(params=[*LEVELS, EMULATED])
 def backend(request: pytest.FixtureRequest) -> NativeAttention:
     try:
         return NativeAttention(request.param)
@@ -214,7 +214,7 @@ def test_weights_are_powers_of_two(backend: NativeAttention) -> None:
 
 
 @settings(max_examples=25)
-@given(seed=st.integers(0, 2**32), level=st.sampled_from(LEVELS), dtype=st.sampled_from(TYPES))
+@given(seed=st.integers(0, 2**32), level=st.sampled_from([*LEVELS, EMULATED]), dtype=st.sampled_from(TYPES))
 def test_random_plans(seed: int, level: str, dtype: torch.dtype) -> None:
     """Everything with everything, at each level, against the definition by loops."""
     rng = random.Random(seed)
