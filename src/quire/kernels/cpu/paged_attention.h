@@ -94,8 +94,8 @@ INLINE int64_t whole_tiles(int64_t rows, int64_t key_size) {
 INLINE int64_t room_for(int64_t rows, int64_t key_size, int64_t value_size) {
     const int64_t columns = (value_size + 15) / 16 * 16, longer = key_size > columns ? key_size : columns;
     const int64_t bytes = 4 * BLOCK * (2 * key_size + 8 + 2 * columns) + rows * (4 * key_size + 4 * BLOCK + 8 * columns + 148) + 4 * longer + 64;
-    constexpr int64_t OF_A_TILE = 4 * 16 * (2 * BLOCK + BLOCK + 1);
-    return (bytes + 63) / 64 * 64 + OF_A_TILE + 64 * 24;
+    constexpr int64_t OF_TILES = 4 * 16 * (BLOCK + 1);
+    return (bytes + 63) / 64 * 64 + OF_TILES + 64 * 24;
 }
 
 }  // namespace

@@ -95,11 +95,11 @@ struct ByVectors {
     float *sums, *scores, *keep;
     uint32_t *keys, *values, *queries;
     Running* running;
-    const int64_t words;
+    const int64_t words, group;
     const bool smooth;
 
     ByVectors(const Batch& of, char* place)
-        : batch(of), words((of.key_size + packed<T> - 1) / packed<T>), smooth(is_smooth<T>(of.key_size, of.value_size)) {
+        : batch(of), words((of.key_size + packed<T> - 1) / packed<T>), group(of.heads / of.kv_heads), smooth(is_smooth<T>(of.key_size, of.value_size)) {
         Taker taker{place};
         const int64_t rows = batch.most_rows;
         room = rooms<T>(batch, taker);
@@ -118,9 +118,8 @@ struct ByVectors {
     }
     INLINE_METHOD Tail tail(int64_t row) const { return {running[row].top, sum_of(running[row].sum)}; }
 
-    template <typename Seen>
-    INLINE_METHOD void add_block(int64_t base, int64_t from, int64_t some, const Rows* key_rows, const Rows* value_rows, const Seen& seen,
-                                 float scale, float cap) {
+    INLINE_METHOD void add_block(int64_t base, int64_t from, int64_t some, const Rows* key_rows, const Rows* value_rows, float scale,
+                                 float cap) {
         const int64_t r = base + from, columns = room.columns;
         const bool few = some <= FEW_ROWS && smooth;
         if (few) {
@@ -131,8 +130,8 @@ struct ByVectors {
             multiply<pairs>(some, queries + r * words, words, keys, BLOCK, words, scores, BLOCK, BLOCK, nullptr);
         }
         for (int64_t i = 0; i < some; i += W)
-            weigh<pairs>(scores + i * BLOCK, some - i < W ? some - i : W, [&](int64_t j) { return seen(from + i + j); }, scale, cap,
-                         running + r + i, keep + i);
+            weigh<pairs>(scores + i * BLOCK, some - i < W ? some - i : W, [&](int64_t j) { return room.seen[(from + i + j) / group]; }, scale,
+                         cap, running + r + i, keep + i);
         if (few) {
 #define SUM(M) sum_few<T, M>((const uint32_t*)scores, value_rows, sums + r * columns, columns, keep)
             FOR_ROWS(some, SUM)

@@ -259,8 +259,7 @@ INLINE void run_item(Call& call, int64_t index, int64_t& fetched, Products& prod
                           call.k_slot * sizeof(T), batch.key_size * sizeof(T), h, k_slabs, room.zeros, room.k_copies, keys);
                 find_rows(batch, pages, block, any, places, next, (const char*)((const T*)call.v + head * call.v_head),
                           call.v_slot * sizeof(T), batch.value_size * sizeof(T), h, v_slabs, room.zeros, room.v_copies, values);
-                products.add_block(h * height, from * group, (to - from) * group, keys, values, [&](int64_t i) { return room.seen[i / group]; },
-                                   scale, cap);
+                products.add_block(h * height, from * group, (to - from) * group, keys, values, scale, cap);
             }
         }
         if (!item.leads) {

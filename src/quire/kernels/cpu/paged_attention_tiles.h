@@ -73,11 +73,11 @@ INLINE Words paired(Vector low, Vector high) {
     return (((Words)low + 0x8000u) >> 16) | (((Words)high + 0x8000u) & 0xffff0000u);
 }
 
-// Scores [BLOCK, ROWS] become weights, [ROWS, PAIRS_OF_BLOCK]; keep: by what the earlier sums of a row shrink. ``seen``: each row's
-// keys, as bits.
+// Scores [BLOCK, ROWS] become weights, [ROWS, PAIRS_OF_BLOCK], in the second half of their memory; keep: by what the earlier sums of a
+// row shrink. ``seen``: each row's keys, as bits.
 template <int ROWS>
-INLINE void weigh_tile(float* scores, const uint64_t* seen, bool is_whole, float scale, float cap, RowSums<ROWS> sums, float* keep,
-                       uint32_t* pairs, uint32_t* weights) {
+INLINE void weigh_tile(float* scores, const uint64_t* seen, bool is_whole, float scale, float cap, RowSums<ROWS> sums, float* keep) {
+    uint32_t* const pairs = (uint32_t*)scores;
     constexpr int COUNT = BLOCK * ROWS / W, KEYS = W / ROWS, FOUR = RowSums<ROWS>::VECTORS_OF_FOUR;
     if (cap != 0.0f || !(scale > 0.0f)) {
         for (int v = 0; v < COUNT; v++) {
@@ -88,8 +88,9 @@ INLINE void weigh_tile(float* scores, const uint64_t* seen, bool is_whole, float
     }
     Vector best[4] = {all(NOTHING), all(NOTHING), all(NOTHING), all(NOTHING)};
     if (is_whole) {
+        for (int v = 0; v < COUNT; v += 4)
 #pragma GCC unroll 4
-        for (int v = 0; v < COUNT; v++) best[v % 4] = larger(loaded<Vector>(scores + v * W), best[v % 4]);
+            for (int u = 0; u < 4; u++) best[u] = larger(loaded<Vector>(scores + (v + u) * W), best[u]);
     } else {
         uint32_t bits[2][W];
         for (int lane = 0; lane < W; lane++) {
@@ -98,12 +99,14 @@ INLINE void weigh_tile(float* scores, const uint64_t* seen, bool is_whole, float
         }
         for (int half = 0; half < 2; half++) {
             Words left = loaded<Words>(bits[half]);
-            for (int v = 0; v < COUNT / 2; v++, left >>= KEYS) {
-                float* const at = scores + (half * COUNT / 2 + v) * W;
-                const Vector x = (left & 1u) != 0 ? loaded<Vector>(at) : all(NOTHING);
-                store(at, x);
-                best[v % 4] = larger(x, best[v % 4]);
-            }
+            for (int v = 0; v < COUNT / 2; v += 4)
+#pragma GCC unroll 4
+                for (int u = 0; u < 4; u++, left >>= KEYS) {
+                    float* const at = scores + (half * COUNT / 2 + v + u) * W;
+                    const Vector x = (left & 1u) != 0 ? loaded<Vector>(at) : all(NOTHING);
+                    store(at, x);
+                    best[u] = larger(x, best[u]);
+                }
         }
     }
     const Vector top = folded<ROWS>(larger(larger(best[0], best[1]), larger(best[2], best[3])));
@@ -111,7 +114,6 @@ INLINE void weigh_tile(float* scores, const uint64_t* seen, bool is_whole, float
     const Vector shift = now == NOTHING ? Vector{} : now, shrink = before == NOTHING ? all(1.0f) : exp2_of(before - shift);
     store(sums.at, now), store(keep, shrink);
     Vector added[FOUR] = {};
-#pragma GCC unroll 2
     for (int v = 0; v < COUNT; v += 2 * FOUR)
 #pragma GCC unroll 4
         for (int u = 0; u < FOUR; u++) {
@@ -133,7 +135,7 @@ INLINE void weigh_tile(float* scores, const uint64_t* seen, bool is_whole, float
                 transpose8(from, 4 * ROWS, turned);
             else
                 transpose4(from, 4 * ROWS, turned);
-            for (int j = 0; j < STEP_ROWS; j++) store(weights + (row + j) * PAIRS_OF_BLOCK + pair, turned[j]);
+            for (int j = 0; j < STEP_ROWS; j++) store(pairs + (ROWS + row + j) * PAIRS_OF_BLOCK + pair, turned[j]);
         }
     }
 }
@@ -160,22 +162,21 @@ struct ByTiles {
     typedef bfloat16 Number;
     const Batch& batch;
     Room room;
-    float *sums, *scores[2], *keep, *row_sums;
-    bfloat16* staged;                      // queries, [rows, Dk]
-    uint32_t *queries, *values, *pairs, *weights;  // queries: [rows / lanes, Dk / 2, lanes]
+    float *sums, *scores, *keep, *row_sums;
+    bfloat16* staged;  // queries, [rows, Dk]
+    uint32_t *queries, *values;  // queries: [rows / lanes, Dk / 2, lanes]
     char* keys;
-    const int64_t words;  // of a row of K
+    const int64_t words, group;  // of a row of K; query heads of a KV head
     int64_t rows = 0, lanes = 0, shaped = 0;  // of a head; of a tile; tiles are shaped for so many
 
-    ByTiles(const Batch& of, char* place) : batch(of), words(of.key_size / 2) {
+    ByTiles(const Batch& of, char* place) : batch(of), words(of.key_size / 2), group(of.heads / of.kv_heads) {
         Taker taker{place};
         const int64_t most = batch.most_rows;
         room = rooms<bfloat16>(batch, taker);
         sums = taker.take<float>(4 * most * room.columns), row_sums = taker.take<float>(4 * most * (W + CLASSES * 4) / 4);
         staged = taker.take<bfloat16>(2 * most * batch.key_size), queries = taker.take<uint32_t>(4 * most * words);
         values = taker.take<uint32_t>(4 * room.columns * PAIRS_OF_BLOCK), keys = taker.take<char>(4 * words * BLOCK);
-        for (float*& one : scores) one = taker.take<float>(4 * BLOCK * W);
-        pairs = taker.take<uint32_t>(4 * PAIRS_OF_BLOCK * W), weights = taker.take<uint32_t>(4 * PAIRS_OF_BLOCK * W);
+        scores = taker.take<float>(4 * BLOCK * W);
         keep = taker.take<float>(4 * W);
     }
     ~ByTiles() { Tiles::release(); }
@@ -224,11 +225,10 @@ struct ByTiles {
         });
         return found;
     }
-    template <typename Seen>
-    INLINE_METHOD void add_block(int64_t base, int64_t from, int64_t some, const Rows* key_rows, const Rows* value_rows, const Seen& seen,
-                                 float scale, float cap) {
+    INLINE_METHOD void add_block(int64_t base, int64_t from, int64_t some, const Rows* key_rows, const Rows* value_rows, float scale,
+                                 float cap) {
         with_lanes([&](auto sized) {
-            add_block_of<decltype(sized)::ROWS>(base, from, some, key_rows, value_rows, seen, scale, cap);
+            add_block_of<decltype(sized)::ROWS>(base, from, some, key_rows, value_rows, room.seen, scale, cap);
         });
     }
 
@@ -258,7 +258,11 @@ private:
             to[g] = {keys + g * GROUP * bytes, nullptr, bytes, 0};
             for (int64_t i = 0; i < GROUP; i++) {
                 prefetch(from[g], i, bytes);
-                std::memcpy(keys + (g * GROUP + i) * bytes, from[g].at + i * from[g].stride, bytes);
+                char* const row = keys + (g * GROUP + i) * bytes;
+                const char* const source = from[g].at + i * from[g].stride;
+                int64_t at = 0;
+                for (; at + TILE_BYTES <= bytes; at += TILE_BYTES) store(row + at, loaded<Words>(source + at));
+                if (at < bytes) std::memcpy(row + at, source + at, bytes - at);
             }
         }
     }
@@ -296,60 +300,57 @@ private:
         __builtin_prefetch(rows.next + (is_dense ? (line * GROUP + row) * TILE_BYTES : row * rows.next_stride + line * TILE_BYTES), 0, 2);
     }
 
+    // Make the sums of a tile's rows smaller, where ``keep`` says so.
+    INLINE_METHOD void shrink(float* to, int64_t of_rows) {
+        const int64_t columns = room.columns;
+        for (int64_t row = 0; row < of_rows; row++, to += columns)
+            if (keep[row] != 1.0f)
+                for (int64_t d = 0; d < columns; d += W) store(to + d, loaded<Vector>(to + d) * keep[row]);
+    }
+
     // Add weights times V to a tile's sums.
     template <int ROWS>
-    INLINE_METHOD void add_values(float* to) {
+    INLINE_METHOD void add_values(const uint32_t* tile_weights, float* to) {
         typedef TileRoles<ROWS> Roles;
         const int64_t columns = room.columns, line = 4 * columns;
-        for (int64_t row = 0; row < ROWS; row++)
-            if (keep[row] != 1.0f)
-                for (int64_t d = 0; d < columns; d += W) store(to + row * columns + d, loaded<Vector>(to + row * columns + d) * keep[row]);
-        int64_t d = 0;
-        for (; d + 2 * W <= columns; d += 2 * W) {
-            Tiles::template load<2>(to + d, line), Tiles::template load<3>(to + d + W, line);
-            for (int64_t pair = 0; pair < PAIRS_OF_BLOCK; pair += WORDS) {
-                Tiles::template load<Roles::WEIGHTS>(weights + pair, 4 * PAIRS_OF_BLOCK);
-                Tiles::template load<Roles::V>(values + pair * columns + d, line);
-                Tiles::template add<2, Roles::WEIGHTS, Roles::V>();
-                Tiles::template load<Roles::V>(values + pair * columns + d + W, line);
-                Tiles::template add<3, Roles::WEIGHTS, Roles::V>();
-            }
-            Tiles::template save<2>(to + d, line), Tiles::template save<3>(to + d + W, line);
-        }
-        if (d < columns) {
+        for (int64_t d = 0; d < columns; d += 2 * W) {
+            const bool both = d + W < columns;
             Tiles::template load<2>(to + d, line);
+            if (both) Tiles::template load<3>(to + d + W, line);
             for (int64_t pair = 0; pair < PAIRS_OF_BLOCK; pair += WORDS) {
-                Tiles::template load<Roles::WEIGHTS>(weights + pair, 4 * PAIRS_OF_BLOCK);
-                Tiles::template load<Roles::V>(values + pair * columns + d, line);
+                const uint32_t* const from = values + pair * columns + d;
+                Tiles::template load<Roles::WEIGHTS>(tile_weights + pair, 4 * PAIRS_OF_BLOCK);
+                Tiles::template load<Roles::V>(from, line);
                 Tiles::template add<2, Roles::WEIGHTS, Roles::V>();
+                if (both) Tiles::template load<Roles::V>(from + W, line), Tiles::template add<3, Roles::WEIGHTS, Roles::V>();
             }
             Tiles::template save<2>(to + d, line);
+            if (both) Tiles::template save<3>(to + d + W, line);
         }
     }
 
-    template <int ROWS, typename Seen>
-    void add_block_of(int64_t base, int64_t from, int64_t some, const Rows* key_rows, const Rows* value_rows, const Seen& seen, float scale,
-                      float cap) {
-        const int64_t first = (base + from) / ROWS, last = (base + from + some - 1) / ROWS;
+    // ``seen``: the keys of each token, which ``group`` rows ask for.
+    template <int ROWS>
+    void add_block_of(int64_t base, int64_t from, int64_t some, const Rows* key_rows, const Rows* value_rows, const uint64_t* seen,
+                      float scale, float cap) {
+        const int64_t first = from / ROWS, last = (from + some - 1) / ROWS;
         Rows copied[BLOCK / GROUP];
         if (last > first) copy_keys(key_rows, copied), key_rows = copied;
-        const auto score_tile = [&](int64_t tile) {
-            score<ROWS>(key_rows, queries + tile * words * ROWS, scores[tile % 2]);
-        };
-        score_tile(first);
         pack_value_pairs(value_rows, batch.value_size, room.columns, values);
+        int64_t token = first * ROWS / group, left = group - first * ROWS % group;
         for (int64_t tile = first; tile <= last; tile++) {
-            // While vectors weigh one tile's scores, the next ones are made.
-            if (tile < last) score_tile(tile + 1);
-            uint64_t bits[ROWS], any = 0, every = ~(uint64_t)0;
-            for (int64_t lane = 0; lane < ROWS; lane++) {
-                const int64_t row = tile * ROWS - base + lane;
-                bits[lane] = row < rows ? seen(row) : 0;
-                any |= bits[lane], every &= row < rows ? bits[lane] : ~(uint64_t)0;
+            const int64_t row = base + tile * ROWS, end = rows - tile * ROWS < ROWS ? rows - tile * ROWS : ROWS;
+            uint64_t bits[ROWS] = {}, any = 0, every = ~(uint64_t)0;
+            for (int64_t lane = 0; lane < end; lane++) {
+                bits[lane] = seen[token];
+                any |= bits[lane], every &= bits[lane];
+                if (!--left) token++, left = group;
             }
             if (!any) continue;
-            weigh_tile<ROWS>(scores[tile % 2], bits, every == ~(uint64_t)0, scale, cap, of_tile<ROWS>(tile), keep, pairs, weights);
-            add_values<ROWS>(sums + tile * ROWS * room.columns);
+            score<ROWS>(key_rows, queries + row * words, scores);
+            weigh_tile<ROWS>(scores, bits, every == ~(uint64_t)0, scale, cap, of_tile<ROWS>(row / ROWS), keep);
+            shrink(sums + row * room.columns, ROWS);
+            add_values<ROWS>((const uint32_t*)scores + PAIRS_OF_BLOCK * ROWS, sums + row * room.columns);
         }
     }
 };
