@@ -83,7 +83,7 @@ struct Call {
     int64_t next_item, next_room, done;  // items; threads; items that have ended
 };
 
-// Query rows of a head that tiles multiply at once (paged_attention_tiles.h): fewer if there are few, but only 16 if Dk is no multiple of 32.
+// Query rows of a head that tiles multiply at once (paged_attention_tiles.h): fewer if there are few, unless Dk is no multiple of 32.
 INLINE int64_t tile_rows(int64_t rows, int64_t key_size) { return rows > 8 || key_size % 32 ? 16 : rows > 4 ? 8 : 4; }
 INLINE int64_t whole_tiles(int64_t rows, int64_t key_size) {
     const int64_t of_tile = tile_rows(rows, key_size);

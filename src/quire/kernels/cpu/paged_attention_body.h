@@ -99,7 +99,10 @@ struct ByVectors {
     const bool smooth;
 
     ByVectors(const Batch& of, char* place)
-        : batch(of), words((of.key_size + packed<T> - 1) / packed<T>), group(of.heads / of.kv_heads), smooth(is_smooth<T>(of.key_size, of.value_size)) {
+        : batch(of),
+          words((of.key_size + packed<T> - 1) / packed<T>),
+          group(of.heads / of.kv_heads),
+          smooth(is_smooth<T>(of.key_size, of.value_size)) {
         Taker taker{place};
         const int64_t rows = batch.most_rows;
         room = rooms<T>(batch, taker);

@@ -2,6 +2,9 @@
 
 #include "paged_attention.h"
 
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC optimize("O1")  // compilers take minutes to take so many wide vectors apart
+#endif
 #define WIDTH 16
 #define PAIRS 0
 #define EMULATED

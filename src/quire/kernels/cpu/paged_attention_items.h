@@ -187,8 +187,8 @@ INLINE void run_item(Call& call, int64_t index, int64_t& fetched, Products& prod
     const int32_t* pages = batch.pages + batch.table_starts[item.entry];
     const int64_t* order = batch.order + item.order;
     // Rows in scratch: by KV head, token, head of the group.
-    const int64_t group = batch.heads / batch.kv_heads, rows = item.rows * group, height = products.begin(rows), all_rows = item.heads * height;
-    const int64_t columns = room.columns;
+    const int64_t group = batch.heads / batch.kv_heads, rows = item.rows * group, columns = room.columns;
+    const int64_t height = products.begin(rows), all_rows = item.heads * height;
     const T* q = (const T*)(item.part ? call.q_sink : call.q);
     const int64_t q_row = item.part ? call.q_sink_row : call.q_row, q_head = item.part ? call.q_sink_head : call.q_head;
     const auto each = [&](const auto& act) {

@@ -34,13 +34,16 @@ struct EmulatedTiles {
     // below 2^-126 are 0 to the processor, and not here.
     template <int SUM, int A, int B>
     static void add() {
-        if (shapes.rows[SUM] != shapes.rows[A] || shapes.bytes[SUM] != shapes.bytes[B] || shapes.bytes[A] != 4 * shapes.rows[B]) __builtin_trap();
+        const bool fit = shapes.rows[SUM] == shapes.rows[A] && shapes.bytes[SUM] == shapes.bytes[B] && shapes.bytes[A] == 4 * shapes.rows[B];
+        if (!fit) __builtin_trap();
         for (int m = 0; m < shapes.rows[SUM]; m++) {
             float sums[2][LANES] = {};
             for (int k = 0; k < shapes.bytes[A] / 4; k++)
                 for (int o = 0; o < shapes.bytes[SUM] / 4; o++)
-                    for (int half = 0; half < 2; half++)
-                        sums[half][o] += wide_one((const bfloat16*)tiles[A][m] + 2 * k + half) * wide_one((const bfloat16*)tiles[B][k] + 2 * o + half);
+                    for (int half = 0; half < 2; half++) {
+                        const auto *a = (const bfloat16*)tiles[A][m] + 2 * k + half, *b = (const bfloat16*)tiles[B][k] + 2 * o + half;
+                        sums[half][o] += wide_one(a) * wide_one(b);
+                    }
             for (int o = 0; o < LANES; o++) store(tiles[SUM][m] + 4 * o, loaded<float>(tiles[SUM][m] + 4 * o) + (sums[0][o] + sums[1][o]));
         }
     }
