@@ -10,8 +10,11 @@ measured in the same rounds, because it drifts: by the fastest method of ``quire
 without packing weights, the maximum of many integers. Last, for each shape, whether the share is 80
 %.
 
+``--levels`` also times other instructions of this processor in the same rounds, such as those
+without tiles on one with AMX: ``--levels AVX512-BF16 --prompt 512,2048,8192 --context 4096,32768``.
+
 ``python bench/attention.py [--context 4096] [--prompt 2048] [--batch 1,4,16] [--rounds 15] [--dtype
-bfloat16] [--pool 256] [--small]``
+bfloat16] [--levels NAMES] [--pool 256] [--small]``
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from quire.contracts.attention import AttentionBackend, ForwardPlan, Scoring
 from quire.contracts.kv_format import PlainRows
-from quire.kernels.attention.cpu_attention import NativeAttention
+from quire.kernels.attention.cpu_attention import LEVELS, NativeAttention
 from quire.kernels.attention.sdpa import SdpaAttention
 from quire.kv.storage import lazy_zeros
 from quire_bench.hardware import measure
@@ -109,7 +112,7 @@ class Work:
         return run
 
 
-def compared(work: Work, read: Tensor, rounds: int) -> Comparison:
+def compared(work: Work, read: Tensor, levels: list[str], rounds: int) -> Comparison:
     """Time all layers in each way, and the reading of ``read``."""
 
     def read_all() -> None:
@@ -120,38 +123,44 @@ def compared(work: Work, read: Tensor, rounds: int) -> Comparison:
         "read": read_all,
         "torch": work.paged(SdpaAttention()),
         "contiguous": work.contiguous(),
-    }
+    } | {level: work.paged(NativeAttention(level)) for level in levels}
     return interleave(ways, rounds, warmup=2)
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description="Attention over pages on a CPU against PyTorch's.")
-    parser.add_argument("--context", type=int, default=4096, help="keys of a decode")
-    parser.add_argument("--prompt", type=int, default=2048, help="tokens of a prompt")
+    parser.add_argument("--context", default="4096", help="keys of a decode, numbers with commas")
+    parser.add_argument("--prompt", default="2048", help="tokens of a prompt, numbers with commas")
     parser.add_argument("--batch", default="1,4,16", help="sequences of a decode")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    parser.add_argument("--levels", default="", help=f"other instructions, with commas: {', '.join(LEVELS)}")
     parser.add_argument("--pool", type=int, default=256, help="MiB of K and V that the layers of a decode have")
     parser.add_argument("--small", action="store_true", help="small sizes, to see that it runs")
     arguments = parser.parse_args()
-    batches = [int(text) for text in arguments.batch.split(",")]
+    contexts, prompts, batches = (
+        [int(text) for text in texts.split(",")] for texts in (arguments.context, arguments.prompt, arguments.batch)
+    )
+    levels = arguments.levels.split(",") if arguments.levels else []
     if arguments.small:
-        arguments.context, arguments.prompt, arguments.rounds, arguments.pool, batches = 64, 32, 2, 1, [1, 2]
-    if min(arguments.context, arguments.prompt, arguments.rounds, arguments.pool, *batches) < 1:
+        contexts, prompts, arguments.rounds, arguments.pool, batches = [64], [32], 2, 1, [1, 2]
+    if min(*contexts, *prompts, arguments.rounds, arguments.pool, *batches) < 1:
         parser.error("--context, --prompt, --batch, --rounds and --pool must be 1 or greater")
+    if unknown := set(levels) - set(LEVELS):
+        parser.error(f"--levels: {', '.join(sorted(unknown))} given; there are {', '.join(LEVELS)}")
     dtype = getattr(torch, arguments.dtype)
     limits = measure(seconds=0.2, buffer_bytes=1 << 20) if arguments.small else measure(seconds=5)
     read = torch.zeros(limits["buffer_bytes"] // 4, dtype=torch.int32)
     rows, report = [], []
     with torch.inference_mode():
         for name, shape in SHAPES.items():
-            works = [("decode", batch, arguments.context, 1) for batch in batches]
-            for what, batch, keys, count in [*works, ("prompt", 1, arguments.prompt, arguments.prompt)]:
+            works = [("decode", batch, context, 1) for context in contexts for batch in batches]
+            for what, batch, keys, count in [*works, *(("prompt", 1, prompt, prompt) for prompt in prompts)]:
                 reads = count == 1
                 # Layers of a prompt need not exceed caches: it computes.
                 work = Work(shape, batch, keys, count, dtype, arguments.pool << 20 if reads else 0)
-                result = compared(work, read, arguments.rounds)
+                result = compared(work, read, levels, arguments.rounds)
                 seconds = {way: result.spread(way) for way in result.seconds}
                 total, taken = work.bytes * len(work.layers), seconds["native"].median
                 shares = Spread.of(
@@ -165,10 +174,12 @@ def main() -> None:
                         "head": name,
                         "what": what,
                         "batch": batch,
+                        "keys": keys,
                         "layers": len(work.layers),
                         "native ms": taken * 1e3,
                         "torch / native": str(result.ratios["torch"]),
                         "contiguous / native": str(result.ratios["contiguous"]),
+                        **{f"{level} / native": str(result.ratios[level]) for level in levels},
                         "GB/s": total / taken / 1e9 if reads else "",
                         "read GB/s": read.nbytes / seconds["read"].median / 1e9,
                         "of roof": str(shares) if reads else "",
@@ -182,18 +193,20 @@ def main() -> None:
     roof = limits["read_gbps"]
     print(f"{limits['device']}; {limits['threads']} threads; reads {roof:.1f} GB/s at first; {NativeAttention().level}")
     print_table(rows)
-    found = {(row["head"], row["batch"]): row["share"].median for row in report if row["share"] is not None}
+    found = {
+        (row["head"], row["batch"], row["keys"]): row["share"].median for row in report if row["share"] is not None
+    }
     print()
-    for (head, batch), share in found.items():
+    for (head, batch, keys), share in found.items():
         verdict = "reached" if share >= TARGET else "missed"
-        print(f"decode of {batch}, heads of {head}: {share:.0%} of the read bandwidth; {TARGET:.0%} {verdict}")
+        print(f"decode of {batch} x {keys}, heads of {head}: {share:.0%} of the read bandwidth; {TARGET:.0%} {verdict}")
     print_json(
         {
             "benchmark": "attention",
             "level": NativeAttention().level,
             "dtype": arguments.dtype,
-            "context": arguments.context,
-            "prompt": arguments.prompt,
+            "context": contexts,
+            "prompt": prompts,
             "rounds": arguments.rounds,
             "threads": torch.get_num_threads(),
             "read_gbps": roof,

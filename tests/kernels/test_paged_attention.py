@@ -37,7 +37,7 @@ from quire.contracts.kv_format import PlainRows
 from quire.contracts.layers import FullAttention
 from quire.kernels import native_library
 from quire.kernels.attention import cpu_attention
-from quire.kernels.attention.cpu_attention import LEVELS, NativeAttention, shapes_of
+from quire.kernels.attention.cpu_attention import EMULATED, LEVELS, NativeAttention, shapes_of
 from quire.kernels.attention.sdpa import SdpaPlan
 from quire.kernels.native_library import native_problem
 from quire.ops.attention import ReferenceAttention
@@ -46,7 +46,7 @@ pytestmark = pytest.mark.skipif(bool(native_problem()), reason=native_problem() 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@pytest.fixture(params=LEVELS)
+@pytest.fixture(params=[*LEVELS, EMULATED])
 def backend(request: pytest.FixtureRequest) -> NativeAttention:
     try:
         return NativeAttention(request.param)
@@ -184,17 +184,19 @@ def test_tiny_and_huge_scores(backend: NativeAttention, size: float, softcap: fl
         Batch([700, 90, 3], [1, 40, 3], dtype=dtype, size=size, scoring=Scoring(0.3, softcap)).check(backend)
 
 
-def test_scores_beyond_float32(backend: NativeAttention) -> None:
+@pytest.mark.parametrize("dtype", TYPES[:2])
+def test_scores_beyond_float32(backend: NativeAttention, dtype: torch.dtype) -> None:
     """Not a silent number: what the definition cannot say either is no number."""
-    batch = Batch([70], [1], size=1e20)
+    batch = Batch([70], [1], size=1e20, dtype=dtype)
     assert batch.state(backend).out.isnan().any()
 
 
-def test_no_number_stays_none(backend: NativeAttention) -> None:
+@pytest.mark.parametrize("dtype", TYPES)
+def test_no_number_stays_none(backend: NativeAttention, dtype: torch.dtype) -> None:
     """A NaN of a row that is seen reaches the result, in K, in V, and where nothing else is."""
     for keys, row in ((70, 69), (1, 0)):
         for name in ("k_SHD", "v_SHD"):
-            batch = Batch([keys], [1])
+            batch = Batch([keys], [1], dtype=dtype)
             slot = int(batch.tables[0][row // 16]) * 16 + row % 16
             getattr(batch, name)[slot] = math.nan
             assert batch.state(backend).out.isnan().all()
@@ -214,7 +216,7 @@ def test_weights_are_powers_of_two(backend: NativeAttention) -> None:
 
 
 @settings(max_examples=25)
-@given(seed=st.integers(0, 2**32), level=st.sampled_from(LEVELS), dtype=st.sampled_from(TYPES))
+@given(seed=st.integers(0, 2**32), level=st.sampled_from([*LEVELS, EMULATED]), dtype=st.sampled_from(TYPES))
 def test_random_plans(seed: int, level: str, dtype: torch.dtype) -> None:
     """Everything with everything, at each level, against the definition by loops."""
     rng = random.Random(seed)
@@ -352,9 +354,10 @@ def test_a_window_is_all_that_is_read() -> None:
     assert keys_read(NativeAttention(), batch) <= 600 * 200 // 20
 
 
-def test_unseen_rows_are_not_read(backend: NativeAttention) -> None:
+@pytest.mark.parametrize("dtype", TYPES[:2])
+def test_unseen_rows_are_not_read(backend: NativeAttention, dtype: torch.dtype) -> None:
     """Not even as zeros: of pages that hold seen rows too, under a mask and a window."""
-    batch = Batch([200], [1], window=30)
+    batch = Batch([200], [1], window=30, dtype=dtype)
     rule = KeyRule(first=0, allowed=np.arange(200)[None] % 3 == 0, positions=np.arange(200))
     for plan in (batch.plan(), replace(batch.plan(), rules=(rule,)), replace(batch.plan(), rules=(rule,), lows=None)):
         seen = np.arange(200) >= (170 if plan.lows is not None else 0)
@@ -414,6 +417,20 @@ def test_arguments() -> None:
     assert "runs on a CPU" in backend.refusal(spec, torch.device("cuda"))
     assert backend.refusal(spec, torch.device("cpu")) == ""
     assert isinstance(backend.plan(batch.plan(), torch.float64), SdpaPlan)
+
+
+def test_what_tiles_multiply() -> None:
+    """Bfloat16 with an even number of columns; all else goes as without tiles."""
+    for dtype, sizes, by_tiles in (
+        (torch.bfloat16, (64, 64), True),
+        (torch.bfloat16, (22, 33), True),
+        (torch.bfloat16, (33, 64), False),
+        (torch.float32, (64, 64), False),
+        (torch.float16, (64, 64), False),
+    ):
+        batch = Batch([300], [20], dtype=dtype, sizes=sizes)
+        found, other = (batch.state(NativeAttention(level)) for level in (EMULATED, "portable"))
+        assert torch.equal(found.lse, other.lse) != by_tiles
 
 
 def test_levels(monkeypatch: pytest.MonkeyPatch) -> None:

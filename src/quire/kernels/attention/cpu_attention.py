@@ -44,7 +44,9 @@ from quire.kernels.attention.visibility import VisibleKeys, sink_part, window_pa
 from quire.kernels.native_library import NativeLibrary, native_library, native_problem
 from quire.ops.attention import check_sink_query, kind_refusal
 
-LEVELS = ("portable", "AVX2", "AVX-512", "AVX512-BF16")
+LEVELS = ("portable", "AVX2", "AVX-512", "AVX512-BF16", "AMX")
+EMULATED = "AMX, emulated"
+"""Level of emulated tiles of bfloat16, slow on any machine, for tests."""
 BLOCK = 64
 """Keys of a block; blocks begin at multiples of it."""
 
@@ -82,8 +84,8 @@ class NativeAttention:
     name = "native"
 
     def __init__(self, level: str | None = None) -> None:
-        """``level``: one of ``LEVELS``, by default the processor's best. ``Unsupported``: the
-        processor, or this build, has no such level."""
+        """``level``: one of ``LEVELS`` or ``EMULATED``, by default the processor's best.
+        ``Unsupported``: the processor, or this build, has no such level."""
         self._other = SdpaAttention()
         library = native_library()
         if library is not None:
@@ -94,8 +96,8 @@ class NativeAttention:
     def _bind_library(self, library: NativeLibrary, level: str | None) -> None:
         pointer, number, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
         best = library.function("quire_attention_level", result=number)()
-        self._level = best if level is None else LEVELS.index(level)
-        if self._level > best:
+        self._level = best if level is None else (*LEVELS, EMULATED).index(level)
+        if self._level > best and level != EMULATED:
             raise Unsupported(f"attention for {level}: this processor has {', '.join(LEVELS[: best + 1])}")
         self._plan = library.function("quire_attention_plan", pointer, number, result=number)
         self._room = library.function("quire_attention_room", pointer, result=number)
@@ -105,8 +107,8 @@ class NativeAttention:
 
     @property
     def level(self) -> str:
-        """The vector instructions that it uses: one of ``LEVELS``."""
-        return LEVELS[self._level]
+        """The instructions that it uses: one of ``LEVELS``, or ``EMULATED``."""
+        return (*LEVELS, EMULATED)[self._level]
 
     def refusal(self, spec: LayerSpec, device: torch.device, format: str = PLAIN) -> str:
         """See the contract."""

@@ -25,6 +25,7 @@
 #define TARGET_END _Pragma("GCC pop_options")
 #endif
 #define INLINE static inline __attribute__((always_inline))
+#define INLINE_METHOD inline __attribute__((always_inline))
 
 namespace {
 

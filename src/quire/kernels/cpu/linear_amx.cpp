@@ -11,26 +11,11 @@ TARGET_BEGIN("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512bf16,avx2,fma"
 #define PAIRS
 #define WIDE
 #include "linear_by_tiles.h"
+#include "tiles_amx.h"
 
 namespace {
 
-// By name and not by the compiler's functions: those need each tile's number as written text.
-struct Tiles {
-    static void shape(const TileShapes& shapes) { asm volatile("ldtilecfg %0" : : "m"(shapes)); }
-    static void release() { asm volatile("tilerelease"); }
-    template <int TILE>
-    INLINE void zero() { asm volatile("tilezero %%tmm%c0" : : "i"(TILE)); }
-    template <int TILE>
-    INLINE void load(const void* from, int64_t stride) {
-        asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(stride), "i"(TILE) : "memory");
-    }
-    template <int TILE>
-    INLINE void save(void* to, int64_t stride) {
-        asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(to), "r"(stride), "i"(TILE) : "memory");
-    }
-    template <int SUM, int X, int W>
-    INLINE void add() { asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(SUM), "i"(X), "i"(W)); }
-};
+typedef AmxTiles Tiles;
 
 // Whether the processor has them, and the operating system lets this process use them.
 bool may_use_tiles() {

@@ -3,14 +3,15 @@
 //
 // An output's sum goes from its first 32 inputs to its last, through memory in between, whatever other rows there are.
 //
-// ``Tiles`` is the instructions: those of the processor, or what they mean (linear_tiles_emulated.cpp).
+// ``Tiles`` is the instructions: those of the processor, or what they mean (tiles_emulated.h).
 
 #include "linear_blocks.h"
 #include "linear_outputs.h"
+#include "tiles.h"
 
 namespace {
 
-constexpr int SIDE_ROWS = 16;           // of a tile
+constexpr int SIDE_ROWS = MOST_TILE_ROWS;
 constexpr int MOST_TILED = 2 * SIDE_ROWS;  // rows that are multiplied at once
 constexpr int STEP = 32;                // inputs that are multiplied at once
 constexpr int LINE = PANEL * 2 * sizeof(bfloat16);  // bytes from a tile's row of weights, or of sums, to the next
@@ -20,22 +21,17 @@ constexpr int64_t NEAR_INPUTS = 512;
 constexpr int64_t NEAR_PANELS = 8;
 
 // Tiles 0 to 3: sums, two of outputs for each 16 rows. 4 and 5: inputs. 6 and 7: weights.
-struct TileShapes {
-    uint8_t palette = 1, start = 0, none[14] = {};
-    uint16_t bytes[16] = {};
-    uint8_t rows[16] = {};
+struct TileShapes : TileConfig {
     explicit TileShapes(int64_t count) {
         const int64_t upper = count < SIDE_ROWS ? count : SIDE_ROWS, lower = count - upper;
         const int64_t of[8] = {upper, upper, lower, lower, upper, lower, SIDE_ROWS, SIDE_ROWS};
-        for (int tile = 0; tile < 8; tile++) rows[tile] = (uint8_t)of[tile], bytes[tile] = of[tile] ? 64 : 0;
+        for (int tile = 0; tile < 8; tile++) set(tile, of[tile], of[tile] ? TILE_BYTES : 0);
     }
     // Of codes: all sums and inputs are of these rows, and steps of so many inputs.
     TileShapes(int64_t count, int64_t inputs) {
-        for (int tile = 0; tile < 8; tile++)
-            rows[tile] = (uint8_t)(tile < 6 ? count : inputs / 2), bytes[tile] = (uint8_t)(tile == 4 || tile == 5 ? 2 * inputs : 64);
+        for (int tile = 0; tile < 8; tile++) set(tile, tile < 6 ? count : inputs / 2, tile == 4 || tile == 5 ? 2 * inputs : TILE_BYTES);
     }
 };
-static_assert(sizeof(TileShapes) == 64);
 
 template <class Tiles, bool HAS_LOWER>
 INLINE void tile_steps(const char* x, int64_t stride, const char* w, int64_t count, bool is_fetching) {

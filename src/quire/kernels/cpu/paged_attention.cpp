@@ -157,7 +157,7 @@ struct Planner {
                     batch.pieces[row]++;
                     if (item.leads) batch.skip[row] = std::max<int64_t>(1, stop - item.split);
                 }
-                batch.most_rows = std::max(batch.most_rows, rows * heads);
+                batch.most_rows = std::max(batch.most_rows, heads * whole_tiles(rows, batch.key_size));
                 for (int64_t head = 0; head < batch.kv_heads; head += heads, batch.num_items++) {
                     item.head = head, item.heads = std::min(heads, batch.kv_heads - head);
                     if (batch.num_items < batch.capacity) batch.items[batch.num_items] = item;
@@ -176,21 +176,32 @@ struct Planner {
     }
 };
 
-const Attend* const LEVELS[] = {quire_attend_portable, quire_attend_avx2, quire_attend_avx512, quire_attend_bfloat16};
+enum Level { PORTABLE, AVX2, AVX512, AVX512_BF16, AMX, AMX_EMULATED };
+const Attend* const LEVELS[] = {quire_attend_portable, quire_attend_avx2,  quire_attend_avx512,
+                                quire_attend_bfloat16, quire_attend_amx,   quire_attend_emulated};
+
+Attend attend_of(const Call& call) {
+    int64_t level = call.level;
+    if (level >= AMX && (!LEVELS[level][call.type] || call.batch->key_size % 2)) level = level == AMX ? AVX512_BF16 : PORTABLE;
+    return LEVELS[level][call.type] ? LEVELS[level][call.type] : LEVELS[level - 1][call.type];
+}
 
 }  // namespace
 
 extern "C" {
 
-// The best of LEVELS that this processor runs.
+int quire_has_tiles();  // linear_amx.cpp
+
+// The best of LEVELS that this processor runs; never AMX_EMULATED.
 int64_t quire_attention_level() {
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
     __builtin_cpu_init();
-    if (!__builtin_cpu_supports("x86-64-v3")) return 0;
-    if (!__builtin_cpu_supports("x86-64-v4")) return 1;
-    return __builtin_cpu_supports("avx512bf16") ? 3 : 2;
+    if (!__builtin_cpu_supports("x86-64-v3")) return PORTABLE;
+    if (!__builtin_cpu_supports("x86-64-v4")) return AVX2;
+    if (!__builtin_cpu_supports("avx512bf16")) return AVX512;
+    return quire_has_tiles() ? AMX : AVX512_BF16;
 #else
-    return 0;
+    return PORTABLE;
 #endif
 }
 
@@ -218,8 +229,7 @@ Attend quire_begin_attention(Call* call, const Call* planned, const void* q, con
     if (batch.num_states)
         for (int64_t t = 0; t < batch.rows; t++)
             for (int64_t head = 0; head < batch.kv_heads; head++) call->left[t * batch.kv_heads + head] = (int32_t)batch.pieces[t];
-    const Attend attend = LEVELS[call->level][call->type];
-    return attend ? attend : LEVELS[call->level - 1][call->type];
+    return attend_of(*call);
 }
 
 // ``parallel``: GOMP_parallel, or null.

@@ -63,7 +63,7 @@ struct Batch {
     Item* items;  // [capacity]
     int64_t num_parts, entries, rows, page_size, heads, kv_heads, key_size, value_size;
     int64_t one_thread, capacity;  // ``one_thread``: products that one thread ends before a second one begins
-    int64_t num_items, num_states, most_rows, threads;  // made; ``most_rows``: rows times heads of an item
+    int64_t num_items, num_states, most_rows, threads;  // made; ``most_rows``: of an item, under all its heads, in whole tiles
 };
 
 // One layer's attention. Strides are in elements.
@@ -83,11 +83,19 @@ struct Call {
     int64_t next_item, next_room, done;  // items; threads; items that have ended
 };
 
+// Query rows of a head that tiles multiply at once (paged_attention_tiles.h): fewer if there are few, unless Dk is no multiple of 32.
+INLINE int64_t tile_rows(int64_t rows, int64_t key_size) { return rows > 8 || key_size % 32 ? 16 : rows > 4 ? 8 : 4; }
+INLINE int64_t whole_tiles(int64_t rows, int64_t key_size) {
+    const int64_t of_tile = tile_rows(rows, key_size);
+    return (rows + of_tile - 1) / of_tile * of_tile;
+}
+
 // Bytes of scratch of a thread: as much as the kernel of any machine needs (``rooms``).
 INLINE int64_t room_for(int64_t rows, int64_t key_size, int64_t value_size) {
     const int64_t columns = (value_size + 15) / 16 * 16, longer = key_size > columns ? key_size : columns;
     const int64_t bytes = 4 * BLOCK * (2 * key_size + 8 + 2 * columns) + rows * (4 * key_size + 4 * BLOCK + 8 * columns + 148) + 4 * longer + 64;
-    return (bytes + 63) / 64 * 64 + 64 * 16;
+    constexpr int64_t OF_TILES = 4 * 16 * (BLOCK + 1);
+    return (bytes + 63) / 64 * 64 + OF_TILES + 64 * 24;
 }
 
 }  // namespace
@@ -103,4 +111,5 @@ extern "C" int64_t quire_attention_room(const Batch* batch);
 // until ``done`` is the number of items.
 extern "C" Attend quire_begin_attention(Call* call, const Call* planned, const void* q, const void* q_sink, const void* k, const void* v,
                                         void* out, float* lse, const float* sinks, double scale, double softcap);
-extern const Attend quire_attend_portable[3], quire_attend_avx2[3], quire_attend_avx512[3], quire_attend_bfloat16[3];
+extern const Attend quire_attend_portable[3], quire_attend_avx2[3], quire_attend_avx512[3], quire_attend_bfloat16[3],
+    quire_attend_amx[3], quire_attend_emulated[3];

@@ -9,7 +9,7 @@
 #define PAIRS 0
 #include "paged_attention_body.h"
 
-const Attend quire_attend_avx2[3] = {attend<float>, attend<bfloat16>, attend<float16>};
+const Attend quire_attend_avx2[3] = {attend<ByVectors<float>>, attend<ByVectors<bfloat16>>, attend<ByVectors<float16>>};
 #else
 const Attend quire_attend_avx2[3] = {};
 #endif

@@ -10,7 +10,7 @@
 #define PAIRS 1
 #include "paged_attention_body.h"
 
-const Attend quire_attend_bfloat16[3] = {nullptr, attend<bfloat16>, nullptr};
+const Attend quire_attend_bfloat16[3] = {nullptr, attend<ByVectors<bfloat16>>, nullptr};
 #else
 const Attend quire_attend_bfloat16[3] = {};
 #endif

@@ -4,6 +4,7 @@
 // in pairs through AVX512-BF16's dot product). Both products are sums over "words": a float, or with PAIRS two bfloat16. K is
 // transposed and V interleaved into scratch for them, once for all rows of an item.
 
+#include "paged_attention_items.h"
 #include "paged_attention_products.h"
 
 namespace {
@@ -24,12 +25,7 @@ INLINE float scaled(float* row, uint64_t seen, float scale, float cap) {
 #pragma GCC unroll 16
     for (int i = 0; i < VECTORS; i++) {
         Vector x = loaded<Vector>(row + i * W) * scale;
-        if (cap != 0.0f) {
-            // scale has 1 / cap in it: cap * tanh(x), by 2^(-2 |x| log2(e))
-            Vector t = exp2_of((Vector)((Words)x | 0x80000000u) * (2 * LOG2E));
-            Vector y = (1.0f - t) / (1.0f + t) * (cap * LOG2E);
-            x = (Vector)((Words)y | ((Words)x & 0x80000000u));
-        }
+        if (cap != 0.0f) x = capped(x, cap);
         if (seen != ~(uint64_t)0) {
             Words bits = all_words((uint32_t)(seen >> (i * W))) & lane;
             x = bits != 0 ? x : all(NOTHING);
@@ -87,330 +83,67 @@ INLINE float sum_of(Vector x) {
     return part[0];
 }
 
-// -- states ------------------------------------------------------------------------------------------------------------
+// -- products of an item -----------------------------------------------------------------------------------------------
 
-// A state as it is merged and kept: the numbers times the sum, the largest score times log2(e), the sum.
-struct Tail {
-    float top, sum;
-};
-
-// a = a merged with b, which is behind it. A state without keys (-inf, 0, zeros) changes no bit.
-__attribute__((noinline)) void merge(float* a, Tail& a_tail, const float* b, Tail b_tail, int64_t columns) {
-    float top = a_tail.top > b_tail.top ? a_tail.top : b_tail.top;
-    float shift = top == NOTHING ? 0.0f : top;
-    float one = exp2_one(a_tail.top - shift), other = exp2_one(b_tail.top - shift);
-    a_tail.top = top, a_tail.sum = a_tail.sum * one + b_tail.sum * other;
-    for (int64_t d = 0; d < columns; d += W) {
-        Vector kept = loaded<Vector>(a + d) * one;
-        store(a + d, kept + loaded<Vector>(b + d) * other);
-    }
-}
-
-// The result of a row and head.
+// ``words``: of a query.
 template <typename T>
-INLINE void finish(const Call& call, int64_t row, int64_t head, const float* sums, Tail tail, float* spare) {
-    const Batch& batch = *call.batch;
-    const int64_t size = batch.value_size, place = row * batch.heads + head;
-    const bool empty = tail.sum == 0.0f;
-    if (call.lse) call.lse[place] = empty ? NOTHING : tail.top * LN2 + __builtin_logf(tail.sum);
-    float shrink = 1.0f, sum = tail.sum;
-    if (call.sinks) {
-        float logit = call.sinks[head] * LOG2E, top = tail.top > logit ? tail.top : logit;
-        shrink = exp2_one(tail.top - top);
-        sum = sum * shrink + exp2_one(logit - top);
-    }
-    float factor = empty ? 0.0f : shrink / sum;
-    T* out = (T*)call.out + place * size;
-    int64_t d = 0;
-    for (; d + W <= size; d += W) put_vector(out + d, loaded<Vector>(sums + d) * factor);
-    if (d < size) {
-        put_vector((T*)spare, loaded<Vector>(sums + d) * factor);
-        std::memcpy(out + d, spare, (size - d) * sizeof(T));
-    }
-}
-
-// -- items -------------------------------------------------------------------------------------------------------------
-
-// Of one thread. ``columns``: Dv up to a multiple of W; ``words``: of a query.
-struct Room {
-    uint32_t *keys, *values, *queries;
-    float *scores, *sums, *merged, *keep, *spare;
-    Tail* tails;
-    Running* running;
-    uint64_t* seen;
-    char *zeros, *k_copies, *v_copies;
-    int64_t words, columns;
-};
-
-template <typename T>
-INLINE Room rooms(const Call& call, char* at) {
-    const Batch& batch = *call.batch;
+struct ByVectors {
+    typedef T Number;
+    static constexpr bool pairs = packed<T> == 2;
+    const Batch& batch;
     Room room;
-    room.words = (batch.key_size + packed<T> - 1) / packed<T>, room.columns = (batch.value_size + W - 1) / W * W;
-    const int64_t rows = batch.most_rows, longer = batch.key_size > batch.value_size ? batch.key_size : batch.value_size;
-    auto take = [&](int64_t bytes) {
-        char* found = at;
-        at += (bytes + 63) / 64 * 64;
-        return found;
-    };
-    room.keys = (uint32_t*)take(4 * (room.words + 8) * BLOCK), room.values = (uint32_t*)take(4 * room.columns * BLOCK);
-    room.queries = (uint32_t*)take(4 * rows * room.words), room.scores = (float*)take(4 * rows * BLOCK);
-    room.sums = (float*)take(4 * rows * room.columns), room.merged = (float*)take(4 * rows * room.columns);
-    room.keep = (float*)take(4 * rows), room.tails = (Tail*)take(sizeof(Tail) * rows);
-    room.running = (Running*)take(sizeof(Running) * rows), room.seen = (uint64_t*)take(8 * rows);
-    room.k_copies = take(BLOCK * batch.key_size * sizeof(T)), room.v_copies = take(BLOCK * batch.value_size * sizeof(T));
-    room.zeros = take(longer * sizeof(T)), room.spare = (float*)take(4 * W);
-    std::memset(room.zeros, 0, longer * sizeof(T));
-    return room;
-}
+    float *sums, *scores, *keep;
+    uint32_t *keys, *values, *queries;
+    Running* running;
+    const int64_t words, group;
+    const bool smooth;
 
-// Keys of a block that a row sees, as bits.
-INLINE uint64_t sight(const Part& part, int64_t row, int64_t block) {
-    int64_t low = part.low[row] - block, high = part.high[row] - block;
-    low = low < 0 ? 0 : low, high = high > BLOCK ? BLOCK : high;
-    uint64_t seen = low < high ? ~(uint64_t)0 >> (BLOCK - (high - low)) << low : 0;
-    if (part.columns) {
-        const int64_t* columns = part.columns + 3 * row;
-        int64_t word = (block - columns[2]) / BLOCK;
-        if (block >= columns[2] && word < columns[1]) seen |= part.bits[columns[0] + word];
+    ByVectors(const Batch& of, char* place)
+        : batch(of),
+          words((of.key_size + packed<T> - 1) / packed<T>),
+          group(of.heads / of.kv_heads),
+          smooth(is_smooth<T>(of.key_size, of.value_size)) {
+        Taker taker{place};
+        const int64_t rows = batch.most_rows;
+        room = rooms<T>(batch, taker);
+        keys = taker.take<uint32_t>(4 * (words + 8) * BLOCK), values = taker.take<uint32_t>(4 * room.columns * BLOCK);
+        queries = taker.take<uint32_t>(4 * rows * words), scores = taker.take<float>(4 * rows * BLOCK);
+        sums = taker.take<float>(4 * rows * room.columns), keep = taker.take<float>(4 * rows);
+        running = taker.take<Running>(sizeof(Running) * rows);
     }
-    return seen;
-}
 
-// The slot of an address; -1 on a null page.
-INLINE int64_t slot_of(const Batch& batch, const int32_t* pages, int64_t address) {
-    const int64_t page = pages[address / batch.page_size];
-    return page < 0 ? -1 : page * batch.page_size + address % batch.page_size;
-}
+    INLINE_METHOD int64_t begin(int64_t rows) { return rows; }
+    INLINE_METHOD void put_query(int64_t row, const T* from) { pack_query(from, batch.key_size, words, queries + row * words); }
+    INLINE_METHOD void end_queries(int64_t) {}
+    INLINE_METHOD void clear(int64_t rows) {
+        std::memset(sums, 0, 4 * rows * room.columns);
+        for (int64_t r = 0; r < rows; r++) running[r] = {NOTHING, Vector{}};
+    }
+    INLINE_METHOD Tail tail(int64_t row) const { return {running[row].top, sum_of(running[row].sum)}; }
 
-// The first slot of GROUP keys that all are seen and lie one behind the other; -1 if they do not.
-INLINE int64_t run_of(const Batch& batch, const int32_t* pages, int64_t address, uint64_t seen) {
-    constexpr uint64_t EVERY = ((uint64_t)1 << GROUP) - 1;
-    if ((seen & EVERY) != EVERY) return -1;
-    const int64_t slot = slot_of(batch, pages, address), size = batch.page_size;
-    if (slot < 0 || address % size + GROUP <= size) return slot;
-    for (int64_t i = 1; i < GROUP; i++)
-        if (slot_of(batch, pages, address + i) != slot + i) return -1;
-    return slot;
-}
-
-struct Places {
-    int64_t slots[BLOCK / GROUP];  // of the groups of a block, -1: rows are copied, so that those that nobody sees are zeros
-};
-
-INLINE Places places_of(const Batch& batch, const int32_t* pages, int64_t block, uint64_t seen) {
-    Places places;
-    for (int64_t g = 0; g < BLOCK / GROUP; g++)
-        places.slots[g] = run_of(batch, pages, block + g * GROUP, seen >> (g * GROUP));
-    return places;
-}
-
-// Where a block's rows of head ``h`` of an item are. Those that nobody sees, and null pages, are zeros, and are not read. ``slabs``:
-// how many heads' rows are one piece of memory, which is prefetched from first to last; 0: the head's own rows are.
-INLINE void find_rows(const Batch& batch, const int32_t* pages, int64_t block, uint64_t seen, const Places& places, const Places& next,
-                      const char* x, int64_t slot_bytes, int64_t bytes, int64_t h, int64_t slabs, const char* zeros, char* copies,
-                      Rows* groups) {
-    for (int64_t g = 0; g < BLOCK / GROUP; g++, copies += GROUP * bytes) {
-        Rows& rows = groups[g];
-        const uint64_t some = seen >> (g * GROUP) & (((uint64_t)1 << GROUP) - 1);
-        const int64_t place = h * (BLOCK / GROUP) + g, slot = next.slots[slabs ? place / slabs : g];
-        rows.next = slot < 0 ? zeros : x + slot * slot_bytes + (slabs ? (place % slabs * GROUP - h) * bytes : 0);
-        rows.next_stride = slot < 0 ? 0 : slabs ? bytes : slot_bytes;
-        if (places.slots[g] >= 0) {
-            rows.at = x + places.slots[g] * slot_bytes, rows.stride = slot_bytes;
-        } else if (!some) {
-            rows.at = zeros, rows.stride = 0;
+    INLINE_METHOD void add_block(int64_t base, int64_t from, int64_t some, const Rows* key_rows, const Rows* value_rows, float scale,
+                                 float cap) {
+        const int64_t r = base + from, columns = room.columns;
+        const bool few = some <= FEW_ROWS && smooth;
+        if (few) {
+#define SCORE(M) score_few<T, M>(queries + r * words, words, key_rows, batch.key_size, scores)
+            FOR_ROWS(some, SCORE)
         } else {
-            rows.at = copies, rows.stride = bytes;
-            for (int64_t i = 0; i < GROUP; i++) {
-                const int64_t slot = some >> i & 1 ? slot_of(batch, pages, block + g * GROUP + i) : -1;
-                std::memcpy(copies + i * bytes, slot < 0 ? zeros : x + slot * slot_bytes, bytes);
-            }
+            pack_keys<T>(key_rows, batch.key_size, keys);
+            multiply<pairs>(some, queries + r * words, words, keys, BLOCK, words, scores, BLOCK, BLOCK, nullptr);
+        }
+        for (int64_t i = 0; i < some; i += W)
+            weigh<pairs>(scores + i * BLOCK, some - i < W ? some - i : W, [&](int64_t j) { return room.seen[(from + i + j) / group]; }, scale,
+                         cap, running + r + i, keep + i);
+        if (few) {
+#define SUM(M) sum_few<T, M>((const uint32_t*)scores, value_rows, sums + r * columns, columns, keep)
+            FOR_ROWS(some, SUM)
+        } else {
+            pack_values<T>(value_rows, batch.value_size, columns, values);
+            multiply<pairs>(some, (const uint32_t*)scores, BLOCK, values, columns, BLOCK / packed<T>, sums + r * columns, columns, columns,
+                            keep);
         }
     }
-}
-
-// Fetch the rows of a block under an item's heads, which nobody has fetched while reading the block before.
-INLINE void fetch_block(const Places& places, const char* x, int64_t slot_bytes, int64_t head_bytes, int64_t bytes, int64_t heads) {
-    for (int64_t slot : places.slots) {
-        if (slot < 0) continue;
-        const char* from = x + slot * slot_bytes;
-        if (heads * bytes == slot_bytes) {
-            for (int64_t at = 0; at < GROUP * slot_bytes; at += 64) __builtin_prefetch(from + at, 0, 2);
-            continue;
-        }
-        for (int64_t i = 0; i < GROUP; i++, from += slot_bytes)
-            for (int64_t h = 0; h < heads; h++)
-                for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(from + h * head_bytes + at, 0, 2);
-    }
-}
-
-// Keys of a block that some row of an item may see, as bits; to fetch what nobody sees does no harm.
-INLINE uint64_t likely(const Item& item, int64_t block) {
-    const int64_t rest = item.last - block;
-    return rest <= 0 ? 0 : rest < BLOCK ? ~(uint64_t)0 >> (BLOCK - rest) : ~(uint64_t)0;
-}
-
-// The first block of an item.
-INLINE Places first_places(const Batch& batch, const Item& item) {
-    const int64_t start = split_start(item.split), block = (item.first > start ? item.first : start) / BLOCK * BLOCK;
-    return places_of(batch, batch.pages + batch.table_starts[item.entry], block, likely(item, block));
-}
-
-// ``fetched``: the item whose first block the one before has fetched.
-template <typename T>
-INLINE void run_item(Call& call, int64_t index, int64_t& fetched, Room& room) {
-    constexpr bool pairs = packed<T> == 2;
-    const Batch& batch = *call.batch;
-    const Item& item = batch.items[index];
-    const Part& part = batch.parts[item.part];
-    const int32_t* pages = batch.pages + batch.table_starts[item.entry];
-    const int64_t* order = batch.order + item.order;
-    // Rows in scratch: by KV head, token, head of the group.
-    const int64_t group = batch.heads / batch.kv_heads, rows = item.rows * group, all_rows = item.heads * rows;
-    const int64_t columns = room.columns, words = room.words;
-    const bool smooth = is_smooth<T>(batch.key_size, batch.value_size);
-    const T* q = (const T*)(item.part ? call.q_sink : call.q);
-    const int64_t q_row = item.part ? call.q_sink_row : call.q_row, q_head = item.part ? call.q_sink_head : call.q_head;
-    const auto each = [&](const auto& act) {
-        for (int64_t h = 0, r = 0; h < item.heads; h++)
-            for (int64_t i = 0; i < item.rows; i++)
-                for (int64_t g = 0; g < group; g++, r++) act(r, order[i], (item.head + h) * group + g);
-    };
-    if (item.split < item.stop && fetched != index) {
-        const Places places = first_places(batch, item);
-        fetch_block(places, (const char*)((const T*)call.k + item.head * call.k_head), call.k_slot * sizeof(T), call.k_head * sizeof(T),
-                    batch.key_size * sizeof(T), item.heads);
-        fetch_block(places, (const char*)((const T*)call.v + item.head * call.v_head), call.v_slot * sizeof(T), call.v_head * sizeof(T),
-                    batch.value_size * sizeof(T), item.heads);
-    }
-    each([&](int64_t r, int64_t row, int64_t head) {
-        pack_query(q + row * q_row + head * q_head, batch.key_size, words, room.queries + r * words);
-    });
-    const float cap = (float)call.softcap, scale = (float)(cap != 0.0f ? call.scale / call.softcap : call.scale * 1.4426950408889634);
-    bool merged = false;
-    const auto keep_states = [&](int64_t split) {
-        // One split's, or those of all splits of an item that leads.
-        each([&](int64_t r, int64_t row, int64_t head) {
-            const float* sums = (merged ? room.merged : room.sums) + r * columns;
-            const Tail tail = merged ? room.tails[r] : Tail{room.running[r].top, sum_of(room.running[r].sum)};
-            if (batch.base[row] < 0) {
-                finish<T>(call, row, head, sums, tail, room.spare);
-            } else {
-                float* state = call.states + ((batch.shift[item.part][row] + split) * batch.heads + head) * call.state_size;
-                std::memcpy(state, sums, 4 * columns);
-                store(state + columns, tail);
-            }
-        });
-    };
-    const auto clear = [&]() {
-        std::memset(room.sums, 0, 4 * all_rows * columns);
-        for (int64_t r = 0; r < all_rows; r++) room.running[r] = {NOTHING, Vector{}};
-    };
-    // Rows of all heads are one piece of memory, which is best fetched from first to last.
-    const bool slabs = item.heads > 1 && item.heads == batch.kv_heads;
-    const int64_t k_slabs = slabs && call.k_head == batch.key_size && call.k_slot == item.heads * call.k_head ? item.heads : 0;
-    const int64_t v_slabs = slabs && call.v_head == batch.value_size && call.v_slot == item.heads * call.v_head ? item.heads : 0;
-    if (item.split == item.stop) clear();
-    uint64_t ahead = 0;
-    int64_t ahead_block = -1;
-    Places places, next;
-    for (int64_t split = item.split; split < item.stop; split++) {
-        const int64_t end = item.last < split_start(split + 1) ? item.last : split_start(split + 1);
-        clear();
-        for (int64_t block = (item.first > split_start(split) ? item.first : split_start(split)) / BLOCK * BLOCK; block < end;
-             block += BLOCK) {
-            uint64_t any = 0;
-            for (int64_t i = 0; i < item.rows; i++) any |= room.seen[i] = sight(part, order[i], block);
-            if (!any) continue;
-            // Rows that see nothing at the edges, as the first ones under a diagonal do, have no part in it.
-            int64_t from = 0, to = item.rows;
-            while (!room.seen[from]) from++;
-            while (!room.seen[to - 1]) to--;
-            places = any == ahead && block == ahead_block ? next : places_of(batch, pages, block, any);
-            // What comes next is likely as visible.
-            ahead_block = block + BLOCK;
-            ahead = likely(item, ahead_block);
-            next = places_of(batch, pages, ahead_block, ahead);
-            if (!ahead) {
-                // Likely the next item of this thread.
-                const int64_t other = __atomic_load_n(&call.next_item, __ATOMIC_RELAXED);
-                if (other < batch.num_items && batch.items[other].head == item.head && batch.items[other].heads == item.heads)
-                    next = first_places(batch, batch.items[other]), fetched = other;
-            }
-            for (int64_t h = 0; h < item.heads; h++) {
-                Rows groups[BLOCK / GROUP];
-                const int64_t r = h * rows + from * group, some = (to - from) * group, head = item.head + h;
-                find_rows(batch, pages, block, any, places, next, (const char*)((const T*)call.k + head * call.k_head),
-                          call.k_slot * sizeof(T), batch.key_size * sizeof(T), h, k_slabs, room.zeros, room.k_copies, groups);
-                const bool few = some <= FEW_ROWS && smooth;
-                if (few) {
-#define SCORE(M) score_few<T, M>(room.queries + r * words, words, groups, batch.key_size, room.scores)
-                    FOR_ROWS(some, SCORE)
-                } else {
-                    pack_keys<T>(groups, batch.key_size, room.keys);
-                    multiply<pairs>(some, room.queries + r * words, words, room.keys, BLOCK, words, room.scores, BLOCK, BLOCK, nullptr);
-                }
-                for (int64_t i = 0; i < some; i += W)
-                    weigh<pairs>(room.scores + i * BLOCK, some - i < W ? some - i : W, [&](int64_t j) { return room.seen[from + (i + j) / group]; },
-                                 scale, cap, room.running + r + i, room.keep + i);
-                find_rows(batch, pages, block, any, places, next, (const char*)((const T*)call.v + head * call.v_head),
-                          call.v_slot * sizeof(T), batch.value_size * sizeof(T), h, v_slabs, room.zeros, room.v_copies, groups);
-                if (few) {
-#define SUM(M) sum_few<T, M>((const uint32_t*)room.scores, groups, room.sums + r * columns, columns, room.keep)
-                    FOR_ROWS(some, SUM)
-                } else {
-                    pack_values<T>(groups, batch.value_size, columns, room.values);
-                    multiply<pairs>(some, (const uint32_t*)room.scores, BLOCK, room.values, columns, BLOCK / packed<T>,
-                                    room.sums + r * columns, columns, columns, room.keep);
-                }
-            }
-        }
-        if (!item.leads) {
-            keep_states(split);
-        } else if (item.stop - item.split > 1) {
-            for (int64_t r = 0; r < all_rows; r++) {
-                const Tail tail = {room.running[r].top, sum_of(room.running[r].sum)};
-                if (merged)
-                    merge(room.merged + r * columns, room.tails[r], room.sums + r * columns, tail, columns);
-                else
-                    room.tails[r] = tail;
-            }
-            if (!merged) std::memcpy(room.merged, room.sums, 4 * all_rows * columns);
-            merged = true;
-        }
-    }
-    if (item.leads) keep_states(item.split);
-    // Whoever ends last merges.
-    for (int64_t i = 0; i < item.rows; i++)
-        for (int64_t h = item.head; h < item.head + item.heads; h++) {
-            const int64_t row = order[i];
-            int32_t* left = call.left + row * batch.kv_heads + h;
-            if (batch.base[row] < 0 || __atomic_fetch_sub(left, 1, __ATOMIC_ACQ_REL) != 1) continue;
-            *left = (int32_t)batch.pieces[row];
-            for (int64_t head = h * group; head < (h + 1) * group; head++) {
-                float* state = call.states + (batch.base[row] * batch.heads + head) * call.state_size;
-                Tail tail = loaded<Tail>(state + columns);
-                for (int64_t s = batch.skip[row]; s < batch.count[row]; s++) {
-                    const float* other = state + s * batch.heads * call.state_size;
-                    merge(state, tail, other, loaded<Tail>(other + columns), columns);
-                }
-                finish<T>(call, row, head, state, tail, room.spare);
-            }
-        }
-}
-
-template <typename T>
-void attend(void* data) {
-    Call& call = *(Call*)data;
-    const int64_t number = __atomic_fetch_add(&call.next_room, 1, __ATOMIC_RELAXED);
-    if (number >= call.batch->threads) return;
-    Room room = rooms<T>(call, call.room + number * call.room_size);
-    int64_t fetched = -1;
-    for (int64_t i; (i = __atomic_fetch_add(&call.next_item, 1, __ATOMIC_RELAXED)) < call.batch->num_items;) {
-        run_item<T>(call, i, fetched, room);
-        __atomic_fetch_add(&call.done, 1, __ATOMIC_RELEASE);
-    }
-}
+};
 
 }  // namespace

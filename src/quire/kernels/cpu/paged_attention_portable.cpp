@@ -6,4 +6,4 @@
 #define PAIRS 0
 #include "paged_attention_body.h"
 
-const Attend quire_attend_portable[3] = {attend<float>, attend<bfloat16>, attend<float16>};
+const Attend quire_attend_portable[3] = {attend<ByVectors<float>>, attend<ByVectors<bfloat16>>, attend<ByVectors<float16>>};

@@ -1,6 +1,4 @@
-// The two products of attention, by register tiles; see paged_attention_body.h.
-
-#include "paged_attention_rows.h"
+// The two products of attention, by registers; see paged_attention_body.h.
 
 namespace {
 

@@ -2,6 +2,13 @@
 
 namespace {
 
+// Vectors of 16 are AVX-512's, unless tiles are emulated, which any machine can do.
+#if WIDTH == 16 && !defined(EMULATED)
+#define AVX512 1
+#else
+#define AVX512 0
+#endif
+
 constexpr int W = WIDTH, VECTORS = BLOCK / W;
 constexpr int64_t GROUP = 16;  // keys that are packed at once, if their rows lie one behind the other
 
@@ -21,7 +28,7 @@ INLINE Words all_words(uint32_t x) { return x - Words{}; }
 
 // -- vectors of one machine --------------------------------------------------------------------------------------------
 
-#if WIDTH == 16
+#if AVX512
 INLINE Vector larger(Vector a, Vector b) { return _mm512_max_ps(a, b); }
 INLINE float largest(Vector x) { return _mm512_reduce_max_ps(x); }
 // Four words of each of W rows, so many bytes apart: word w of all rows becomes out[w].
@@ -86,6 +93,7 @@ INLINE Vector widen_half(Words low) {
 INLINE void put_vector(float16* to, Vector x) { _mm_storeu_si128((__m128i*)to, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT)); }
 #else
 INLINE Vector larger(Vector a, Vector b) { return a > b ? a : b; }
+#if WIDTH == 4
 INLINE float largest(Vector x) {
     float a = x[0] > x[1] ? x[0] : x[1], b = x[2] > x[3] ? x[2] : x[3];
     return a > b ? a : b;
@@ -98,6 +106,15 @@ INLINE void transpose4(const char* rows, int64_t stride, Words* out) {
     out[0] = __builtin_shufflevector(a, b, 0, 1, 4, 5), out[1] = __builtin_shufflevector(a, b, 2, 3, 6, 7);
     out[2] = __builtin_shufflevector(c, d, 0, 1, 4, 5), out[3] = __builtin_shufflevector(c, d, 2, 3, 6, 7);
 }
+#else
+template <int WORDS>
+INLINE void transpose(const char* rows, int64_t stride, Words* out) {
+    for (int w = 0; w < WORDS; w++)
+        for (int j = 0; j < W; j++) out[w][j] = loaded<uint32_t>(rows + j * stride + 4 * w);
+}
+INLINE void transpose4(const char* rows, int64_t stride, Words* out) { transpose<4>(rows, stride, out); }
+INLINE void transpose8(const char* rows, int64_t stride, Words* out) { transpose<8>(rows, stride, out); }
+#endif
 INLINE Vector widen_half(Words low) {
     Words magnitude = (low & 0x7fffu) << 13;
     Words bits = (Words)((Vector)magnitude * 0x1p112f) | ((low & 0x8000u) << 16);
@@ -136,7 +153,7 @@ INLINE void put_vector(bfloat16* to, Vector x) {
 // its value at most; its last sum rounds by 2^-24, the others by less than that together: the error is below 2^-22 of 2^x. 2^0 is 1;
 // below -126 it is 0; what is no number stays none.
 INLINE Vector exp2_of(Vector x) {
-#if WIDTH == 16
+#if AVX512
     const Vector part = _mm512_reduce_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), whole = x - part;
 #else
     const Vector shifted = x + 12582912.0f, whole = shifted - 12582912.0f, part = x - whole;
@@ -147,11 +164,18 @@ INLINE Vector exp2_of(Vector x) {
     sum = sum * part + 2.4022242e-1f;
     sum = sum * part + 6.9314698e-1f;
     sum = sum * part + 1.0f;
-#if WIDTH == 16
+#if AVX512
     return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, all(-126.0f), _CMP_NLT_UQ), sum, whole);
 #else
     return x < -126.0f ? Vector{} : sum * (Vector)(((Words)shifted << 23) + 0x3f800000u);
 #endif
+}
+
+// cap * tanh(x), times log2(e), by 2^(-2 |x| log2(e)).
+INLINE Vector capped(Vector x, float cap) {
+    const Vector t = exp2_of((Vector)((Words)x | 0x80000000u) * (2 * LOG2E));
+    const Vector y = (1.0f - t) / (1.0f + t) * (cap * LOG2E);
+    return (Vector)((Words)y | ((Words)x & 0x80000000u));
 }
 
 INLINE float exp2_one(float x) { return exp2_of(all(x))[0]; }
@@ -231,7 +255,7 @@ INLINE void pack_keys(const Rows* groups, int64_t size, uint32_t* to) {
     }
 }
 
-#if PAIRS
+#if AVX512
 // Which of 64 numbers of two rows are the columns from ``first`` on, number by number.
 INLINE __m512i pair_index(short first) {
     return _mm512_add_epi16(_mm512_set1_epi16(first), _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8,
