@@ -160,14 +160,6 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
     path = resolve_model(config.model, revision=config.revision)
     if config.tensor_parallel_size == 1:
         return _build(config, path, None, progress=progress)
-    for name in ("adapters", "store", "state_dir", "host_memory"):
-        if value := getattr(config, name):
-            allowed = "left out: ranks divide K, V and weights, which this release neither stores nor adapts then"
-            raise Unsupported(
-                f"{name} beside tensor_parallel_size {config.tensor_parallel_size} must be {allowed}",
-                field=name,
-                given=value,
-            )
     check_division(path, config.tensor_parallel_size, config.max_model_len)
     ranks = Ranks(config.tensor_parallel_size, RANK_MAIN)
     try:

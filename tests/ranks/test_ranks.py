@@ -180,9 +180,13 @@ def test_what_needs_all_heads_is_refused(two: LLM, tmp_path: Path) -> None:
         ({"host_memory": "1MiB"}, "host_memory beside"),
     ],
 )
-def test_options_that_ranks_lack_are_refused_before_any_process(options: Any, words: str) -> None:
+def test_options_that_ranks_lack_are_refused_before_any_process(
+    options: Any, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(Unsupported, match=words):
         made(2, **options)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_model_that_does_not_divide_starts_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
