@@ -13,6 +13,8 @@ from starlette.middleware.cors import CORSMiddleware
 
 from quire.async_llm import AsyncLLM
 from quire.server.anthropic import routes as anthropic_messages
+from quire.server.chats import routes as chat_routes
+from quire.server.chats.store import Chats
 from quire.server.http import errors, status
 from quire.server.http.context import Context, public_name
 from quire.server.http.gate import Gate, GateMiddleware
@@ -44,6 +46,7 @@ def create_app(llm: AsyncLLM, settings: ServerSettings | None = None) -> FastAPI
         stored=StoredBytes(settings),
         reruns=Reruns(llm, settings),
         responses=Responses(settings, llm.kept, owners),
+        chats=Chats(settings, llm.kept, owners),
         started=time.time(),
         adapters={"": set(llm.config.adapters or ())},
     )
@@ -59,6 +62,7 @@ def create_app(llm: AsyncLLM, settings: ServerSettings | None = None) -> FastAPI
         await context.refresh_adapters()
         await context.sessions.resume()
         await context.responses.resume()
+        await context.chats.resume()
         try:
             yield
         finally:
@@ -84,7 +88,7 @@ def create_app(llm: AsyncLLM, settings: ServerSettings | None = None) -> FastAPI
     app.include_router(status.router)
     routes = (
         *(chat, responses, anthropic_messages, completions, warm_routes),
-        *(session_routes, branch_routes, tokens, adapter_routes),
+        *(session_routes, branch_routes, chat_routes, tokens, adapter_routes),
     )
     for module in routes:
         app.include_router(module.router, responses=errors.REFUSED_VALUES)
@@ -97,7 +101,7 @@ def create_app(llm: AsyncLLM, settings: ServerSettings | None = None) -> FastAPI
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(settings.allowed_origin),
-            allow_methods=["GET", "POST", "DELETE"],
+            allow_methods=["GET", "POST", "PUT", "DELETE"],
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After"],
         )
