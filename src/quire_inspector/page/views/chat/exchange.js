@@ -131,16 +131,12 @@ export class Exchange {
     return undefined;
   }
 
+  /** A state file holds tokens and no messages, so its text stands as one, from which the model goes on. */
   async takeState(file) {
-    const response = await this.app.client.upload("v1/sessions/state", file, { name: file.name.slice(0, 200) });
-    const made = await response.json();
+    const made = await (await this.app.client.upload("v1/sessions/state", file, { name: file.name.slice(0, 200) })).json();
     const found = await this.app.client.json("GET", sessionPath(made.id), {});
-    const messages = found.messages?.length ? found.messages : [{ role: "assistant", content: found.text ?? "" }];
-    const document = documentOf(JSON.stringify(messages), file.name.replace(/\.quire$/i, ""));
-    const last = Object.values(document.nodes).sort((a, b) => a.created - b.created).at(-1);
-    const tree = new Tree(document);
-    const leaf = tree.leafBelow(null) ?? last.id;
-    tree.patch(leaf, { session: { id: made.id, tokens: made.num_tokens, exact: found.exact } });
+    const tree = new Tree({ title: file.name.replace(/\.quire$/i, ""), titled: Date.now() });
+    tree.add(null, { role: "assistant", content: found.text ?? "", finish: "stop", name: "state file", session: { id: made.id, tokens: made.num_tokens, exact: found.exact } });
     await this.chat.adopt(tree.document());
   }
 }
