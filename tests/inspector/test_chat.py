@@ -193,7 +193,7 @@ def test_editing_a_message_forks_there(visit: Visit, inspected: Served) -> None:
             ask(page, f"question {number}")
         nodes = tree(page)
         first = next(one for one in nodes.values() if one["role"] == "assistant")
-        held = first["session"]["tokens"]
+        held = first["usage"]["prompt"]
         questions(page).nth(1).focus()
         page.keyboard.press("e")
         page.get_by_label("The message").fill("another question")
@@ -201,7 +201,8 @@ def test_editing_a_message_forks_there(visit: Visit, inspected: Served) -> None:
         settled(page)
         expect(answers(page)).to_have_count(2)
         expect(questions(page).nth(1).locator(".sibling-count")).to_have_text("2/2")
-        # Nothing before the message runs again; the last token of a history always does.
+        # Nothing before the message runs again. What a weak model writes may be tokenised otherwise
+        # in later prompts, so the first question is sure.
         assert figure(answers(page).last, "reused") >= held - 1
         page.get_by_role("button", name="Earlier branch").click()
         expect(answers(page)).to_have_count(3)
@@ -236,7 +237,7 @@ def test_several_answers_to_choose_from(visit: Visit, inspected: Served) -> None
         expect(answers(page).last.locator(".sibling-count")).to_have_text("2/3")
         assert answers(page).last.locator(".markdown").inner_text() == texts[1]
         menu(page, answers(page).last, "Delete from here on")
-        expect(page.locator(".sibling-count")).to_have_count(0)
+        expect(page.locator(".sibling-count")).to_have_text(re.compile("/2"))
         assert sum(one.get("removed", False) for one in tree(page).values()) == 1
     close_all(inspected.client)
 
@@ -284,8 +285,9 @@ def test_going_back_leaves_a_branch_beside(visit: Visit, inspected: Served) -> N
 def test_an_edit_in_the_middle(button: str, mode: str, visit: Visit, inspected: Served) -> None:
     with visit(inspected.url) as (page, _):
         begin(page)
-        ask(page, "a first question about apples, which are round and red and grow on trees")
-        ask(page, "second")
+        ask(page, "a first question about apples")
+        # So long that blending pays: below 256 tokens everything is computed in full.
+        ask(page, "second " + "tell me more of it " * 100)
         kept = answers(page).last.locator(".markdown").inner_text()
         questions(page).first.focus()
         page.keyboard.press("e")
@@ -297,7 +299,7 @@ def test_an_edit_in_the_middle(button: str, mode: str, visit: Visit, inspected: 
         held = [one for one in tree(page).values() if one.get("copied") and one.get("session")]
         assert [one["session"]["exact"] for one in held] == [mode == "exact"]
         ask(page, "third")
-        assert figure(answers(page).last, "reused") >= held[0]["session"]["tokens"] - 1
+        assert figure(answers(page).last, "reused") > 256, "the session of the edit is continued"
     close_all(inspected.client)
 
 
@@ -354,7 +356,7 @@ def test_a_killed_server_comes_back(visit: Visit, chat_folder: Path, tmp_path: P
             field(page).press("Enter")
             settled(page)
             expect(answers(page)).to_have_count(2)
-            assert figure(answers(page).last, "reused") > 0, "the session is there again"
+            assert any(one.endswith("/fork") for one in watch.requests), "its session is there again"
 
 
 def test_typed_text_is_kept_until_it_is_sent(visit: Visit, inspected: Served) -> None:
@@ -518,6 +520,7 @@ def test_right_to_left(visit: Visit, inspected: Served, tmp_path: Path) -> None:
             page, tmp_path, [{"role": "user", "content": "مرحبا"}, {"role": "assistant", "content": "السلام\n\nhello"}]
         )
         shown = answers(page).first.locator(".markdown > p")
+        expect(shown).to_have_count(2)
         assert [one.evaluate("one => getComputedStyle(one).direction") for one in shown.all()] == ["rtl", "ltr"]
 
 

@@ -17,6 +17,8 @@ export class Library {
     this.id = null;
     this.tree = new Tree();
     this.version = 0;
+    /** The process of the server that has this version. */
+    this.knownTo = null;
     this.dirty = false;
     /** Why the conversation cannot be written, to be said once. */
     this.trouble = null;
@@ -49,7 +51,13 @@ export class Library {
     this.version = copy?.version ?? 0;
     this.dirty = copy?.dirty ?? false;
     this.trouble = null;
+    this.knownTo = copy?.started ?? null;
     if (copy) this.hear.changed();
+    if (copy && !copy.version) {
+      // It was not written yet.
+      this.writeSoon(0);
+      return true;
+    }
     try {
       await this.pull();
       return true;
@@ -72,7 +80,7 @@ export class Library {
     const found = await this.app.get(`v1/chats/${id}`);
     if (id !== this.id) return;
     const before = this.version;
-    this.version = found.version;
+    [this.version, this.knownTo] = [found.version, this.started];
     const changed = this.tree.merge(found.document);
     this.keepCopy();
     if (this.dirty) this.writeSoon();
@@ -123,7 +131,7 @@ export class Library {
       const done = await this.writing;
       this.noteListed(done);
       if (id !== this.id) return;
-      this.version = done.version;
+      [this.version, this.knownTo] = [done.version, this.started];
       this.trouble = null;
       this.keepCopy();
     } catch (error) {
@@ -177,16 +185,17 @@ export class Library {
       const known = new Set(found.map((one) => one.id));
       for (const copy of chatCopies.all()) {
         if (known.has(copy.id)) continue;
-        if (copy.id === this.id) {
-          if (this.version && !this.writing) {
-            if (copy.started !== this.started) this.revive();
-            else this.hear.lost("deleted");
-          }
-        } else if (copy.dirty || copy.started !== this.started) this.sendAgain(copy);
+        if (copy.id === this.id) continue;
+        if (copy.dirty || copy.started !== this.started) this.sendAgain(copy);
         else chatCopies.drop(copy.id);
       }
       this.list = found;
       const own = found.find((one) => one.id === this.id);
+      if (!own && this.version && !this.writing) {
+        // Another process of the server has not got it; the same one has deleted it for another window.
+        if (this.knownTo !== this.started) this.revive();
+        else this.hear.lost("deleted");
+      }
       if (own && own.version > this.version && !this.writing) await this.pull().catch(() => {});
       if (this.dirty && own) this.writeSoon();
     } else if (!this.list.length) {

@@ -32,7 +32,9 @@ export class Message {
     this.role = node.role;
     const { el } = this.app;
     this.head = el("header.message-head");
-    this.body = el("div.message-body");
+    // What the reader did not write may be long, and then scrolls.
+    const scrolls = ["system", "tool"].includes(node.role) ? { tabindex: "0", role: "region", "aria-label": ROLES[node.role] } : {};
+    this.body = el("div.message-body", scrolls);
     this.actions = el("div.message-actions", { role: "group", "aria-label": "What can be done" });
     this.error = el("div.message-error", { role: "alert", hidden: true });
     this.why = node.role === "assistant" ? new WhyBar(chat, node.id) : null;
