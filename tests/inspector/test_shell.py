@@ -99,7 +99,7 @@ def test_a_key_is_asked_for(visit: Visit, inspected: Served) -> None:
             page.reload()
             expect(row(page, "behind a key")).to_be_visible()
         with visit(f"{served.url}/#key=other-key") as (page, _):
-            page.wait_for_selector(".view-history")
+            open_view(page, "History")
             expect(page.get_by_text("Nothing here yet")).to_be_visible()
             assert "other-key" not in page.url
         close_all(served.client)
