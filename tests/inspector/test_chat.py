@@ -137,6 +137,36 @@ def test_a_conversation(visit: Visit, inspected: Served) -> None:
     close_all(inspected.client)
 
 
+def test_other_views_look_the_same_behind_it(visit: Visit, inspected: Served) -> None:
+    with visit(inspected.url) as (page, _):
+        begin(page)
+        ask(page, "x")
+        page.get_by_role("navigation", name="Views").get_by_role("link", name="History").click()
+        rows = page.get_by_role("treeitem")
+        expect(rows.first).to_be_visible()
+        assert rows.first.evaluate("one => getComputedStyle(one).display") == "grid", "each view has styles of its own"
+        page.get_by_role("navigation", name="Views").get_by_role("link", name="Chat").click()
+        expect(answers(page)).to_have_count(1)
+    close_all(inspected.client)
+
+
+def test_an_answer_goes_on_while_another_view_is_shown(visit: Visit, inspected: Served) -> None:
+    with visit(inspected.url) as (page, _):
+        begin(page, sampling={"temperature": 0, "max_tokens": 400})
+        field(page).fill("class Queue:")
+        field(page).press("Enter")
+        expect(answers(page).first.locator(".markdown")).not_to_be_empty()
+        page.get_by_role("navigation", name="Views").get_by_role("link", name="History").click()
+        page.wait_for_selector(".view-history")
+        page.get_by_role("navigation", name="Views").get_by_role("link", name="Chat").click()
+        settled(page)
+        assert figure(answers(page).last, "written") > 100
+        page.get_by_role("button", name=re.compile("^More about")).first.click()
+        page.get_by_role("dialog").get_by_role("button", name="Delete").click()
+        page.get_by_role("dialog").get_by_role("button", name="Delete").click()
+        wait_for(lambda: told(inspected.client, "/v1/sessions")["data"] == [])
+
+
 def test_a_page_that_may_not_edit_chats_too(visit: Visit, looked_at: Served) -> None:
     with visit(looked_at.url) as (page, watch):
         begin(page)
@@ -232,6 +262,9 @@ def test_several_answers_to_choose_from(visit: Visit, inspected: Served) -> None
         expect(box.locator("article")).to_have_count(3)
         texts = box.locator(".markdown").all_inner_texts()
         assert len(set(texts)) > 1, "each has a seed of its own"
+        tree(page)
+        page.reload()
+        expect(box.locator("article")).to_have_count(3)
         box.get_by_role("button", name="Take answer 2").click()
         expect(box).to_have_count(0)
         expect(answers(page).last.locator(".sibling-count")).to_have_text("2/3")

@@ -20,6 +20,7 @@ from quire.server.http.context import Context, public_name
 from quire.server.http.gate import Gate, GateMiddleware
 from quire.server.http.settings import ServerSettings
 from quire.server.http.spans import RequestSpans, exporter_for
+from quire.server.ollama import routes as ollama_routes
 from quire.server.openai import adapter_routes, chat, completions, tokens, warm_routes
 from quire.server.openai.reruns import Reruns
 from quire.server.responses import routes as responses
@@ -87,7 +88,7 @@ def create_app(llm: AsyncLLM, settings: ServerSettings | None = None) -> FastAPI
     errors.install(app)
     app.include_router(status.router)
     routes = (
-        *(chat, responses, anthropic_messages, completions, warm_routes),
+        *(chat, responses, anthropic_messages, completions, ollama_routes, warm_routes),
         *(session_routes, branch_routes, chat_routes, tokens, adapter_routes),
     )
     for module in routes:

@@ -35,6 +35,9 @@ STATELESS = frozenset(
         "/v1/messages/count_tokens",
         "/tokenize",
         "/detokenize",
+        "/api/chat",
+        "/api/generate",
+        "/api/show",
     }
 )
 """Paths of which a POST changes no session, branch or adapter, unless it names a ``session_id``."""

@@ -144,7 +144,7 @@ class Chat {
       const label = name === "tree" ? "Branches" : "Settings";
       this.panel.dataset.name = name;
       this.panel.setAttribute("aria-label", label);
-      fill(this.panel, el("header.panel-head", {}, el("h2", {}, label), el("button.icon-button.small", { type: "button", "aria-label": "Close", onclick: () => this.togglePanel(null) }, icon("close"))), name === "tree" ? this.panelTree.element : this.form.element);
+      fill(this.panel, el("header.chat-panel-head", {}, el("h2", {}, label), el("button.icon-button.small", { type: "button", "aria-label": "Close", onclick: () => this.togglePanel(null) }, icon("close"))), name === "tree" ? this.panelTree.element : this.form.element);
       if (name === "tree") this.panelTree.draw();
       else this.showSettings();
       if (this.isNarrow) this.toggleSide(false);
@@ -185,6 +185,12 @@ class Chat {
     const leaf = at && this.tree.get(at) ? at : this.tree.leafBelow(null);
     if (beside && this.tree.get(beside)) this.openBeside(beside, { quiet: true });
     this.threads[0].go(leaf);
+    // Several answers among which nobody has chosen yet.
+    const answers = this.tree.children(leaf);
+    if (at === leaf && answers.length > 1 && answers.every((node) => node.role === "assistant")) {
+      this.threads[0].choices = answers.map((node) => node.id);
+      this.threads[0].draw();
+    }
     this.drawRest();
   }
 
@@ -229,6 +235,7 @@ class Chat {
   async adopt(document) {
     this.begin();
     this.library.tree = new Tree(document);
+    if (!Object.keys(this.tree.settings).length) this.tree.settings = structuredClone(habits.get());
     this.library.touch({ soon: 0 });
     this.app.set({ id: this.library.id });
     this.composer.open(this.library.id);
@@ -435,9 +442,19 @@ class Chat {
 
   menuOf(title, anchor, items) {
     const { openDialog, el, icon } = this.app;
-    const item = (close) => ([name, text, does, hint, disabled]) =>
-      el("button.menu-item", { type: "button", disabled: Boolean(disabled), onclick: () => (close(), this.attempt(does)) }, icon(name), el("span", {}, text), hint ? el("span.hint", {}, hint) : null);
-    return openDialog(title, (close) => el("div.dialog-body.menu-body", {}, items.filter(Boolean).map(item(close))), { class: "menu", anchor });
+    const rows = items.filter(Boolean);
+    const item = (close) => ([name, text, does, hint, disabled], at) =>
+      el("button.menu-item", { type: "button", disabled: Boolean(disabled), autofocus: at === 0, onclick: () => (close(), this.attempt(does)) }, icon(name), el("span", {}, text), hint ? el("span.hint", {}, hint) : null);
+    const body = (close) => {
+      const box = el("div.dialog-body.menu-body", {}, rows.map(item(close)));
+      const step = (by) => {
+        const all = [...box.querySelectorAll("button:not(:disabled)")];
+        all[(all.indexOf(document.activeElement) + by + all.length) % all.length]?.focus();
+      };
+      this.app.keys(box, { ArrowDown: () => step(1), ArrowUp: () => step(-1) });
+      return box;
+    };
+    return openDialog(title, body, { class: "menu", anchor });
   }
 
   /** Do something, and tell what went wrong. */
@@ -498,12 +515,10 @@ class Chat {
   async removeChat(one) {
     if (!(await this.app.confirmed("Delete the conversation", `“${this.app.visible(one.title || "Untitled", 80)}” and all its branches are deleted, here and in other windows.`, "Delete"))) return;
     const own = one.id === this.library.id;
-    if (own) {
-      this.runs.stopAll();
-      this.held.release([...this.tree.nodes.values()]);
-    }
+    if (own) this.runs.stopAll();
     await this.library.remove(one.id);
     if (own) this.begin();
+    void this.held.releaseAll(one.id);
   }
 
   async rename() {

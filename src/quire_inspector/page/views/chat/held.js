@@ -96,6 +96,14 @@ export class Held {
     this.app.go(view, view === "token" ? { branch: `session:${session}`, position, ...params } : { branch: `session:${session}`, ...params });
   }
 
+  /** Delete all sessions of a conversation that was deleted. */
+  async releaseAll(chat) {
+    if (!this.app.overview?.allow_edits) return;
+    const { client } = this.app;
+    const found = await client.json("GET", "v1/sessions", { params: { label: `chat=${chat}`, limit: 1000 } }).catch(() => ({ data: [] }));
+    for (const one of found.data) await this.chat.runs.release(one.id);
+  }
+
   /** Delete the sessions of messages that were removed. */
   release(nodes) {
     for (const { session, pin } of nodes) for (const id of [session?.id, pin]) if (id) void this.chat.runs.release(id);

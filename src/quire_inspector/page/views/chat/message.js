@@ -66,6 +66,12 @@ export class Message {
     return document.activeElement === this.element;
   }
 
+  /** Whether it is a question at the end of its branch. */
+  get isUnanswered() {
+    const ends = this.thread.leaf === this.id && !this.thread.choices?.length;
+    return this.role === "user" && (ends || !this.chat.tree.children(this.id).length);
+  }
+
   // -- drawing ---------------------------------------------------------------------
 
   draw() {
@@ -196,17 +202,17 @@ export class Message {
       this.error,
       el("p", {}, icon("warn"), " ", el("strong", {}, "The answer failed. "), visible(node.error.message, 500)),
       el("p", {}, helpFor(node.error)),
-      el("div.row", {}, el("button.button.small", { type: "button", onclick: () => this.thread.again(this.id) }, icon("again"), "Try again")),
+      el("div.button-row", {}, el("button.button.small", { type: "button", onclick: () => this.thread.again(this.id) }, icon("again"), "Try again")),
     );
   }
 
   drawActions(node) {
     const { el, fill, icon } = this.app;
-    const key = JSON.stringify([this.isRunning, node.pending, node.finish, Boolean(node.content), this.chat.tree.children(this.id).length]);
+    const key = JSON.stringify([this.isRunning, node.pending, node.finish, Boolean(node.content), this.isUnanswered]);
     if (key === this.actionsKey) return;
     const focused = this.actions.contains(document.activeElement);
     this.actionsKey = key;
-    this.actions.classList.toggle("kept", this.isRunning || (node.role === "user" && !this.chat.tree.children(this.id).length));
+    this.actions.classList.toggle("kept", this.isRunning || this.isUnanswered);
     const button = (name, label, hint, onclick) => el("button.icon-button.small", { type: "button", "aria-label": label, title: hint ? `${label} (${hint})` : label, onclick }, icon(name));
     if (this.isRunning) {
       fill(this.actions, el("button.button.small", { type: "button", onclick: () => this.chat.runs.stop(this.id) }, icon("stop"), "Stop"));
@@ -215,7 +221,7 @@ export class Message {
       fill(
         this.actions,
         cut ? el("button.button.small", { type: "button", onclick: () => this.thread.proceed(this.id) }, icon("play"), "Continue") : null,
-        node.role === "user" && !this.chat.tree.children(this.id).length ? el("button.button.small", { type: "button", onclick: () => this.thread.answer(this.id) }, icon("play"), "Answer") : null,
+        this.isUnanswered ? el("button.button.small", { type: "button", onclick: () => this.thread.answer(this.id) }, icon("play"), "Answer") : null,
         button("copy", "Copy", "C", () => this.copy()),
         button("edit", "Edit", "E", () => this.edit()),
         node.role === "assistant" ? button("again", "Another answer", "R", () => this.thread.regenerate(this.id)) : null,
@@ -267,7 +273,7 @@ export class Message {
       {},
       area,
       el(
-        "div.row",
+        "div.button-row",
         {},
         button([icon("fork"), isUser ? "Branch and answer" : "Save as a branch"], main, { class: "primary", title: "Control+Enter" }),
         follows ? button("Keep what follows", done((text) => this.thread.editMiddle(this.id, text, "exact")), { title: "The messages behind it stay; they run again with the next question" }) : null,

@@ -34,7 +34,10 @@ export class Thread {
 
   draw() {
     const { tree } = this;
-    if (this.leaf && !tree.get(this.leaf)) this.leaf = tree.leafBelow(null);
+    if (this.leaf && !tree.get(this.leaf)) {
+      if (tree.size) this.app.notify("Another window has deleted this branch; what is left is shown");
+      this.leaf = tree.leafBelow(null);
+    }
     const path = tree.path(this.leaf);
     const wanted = path.map((node) => this.messageOf(node));
     this.choices = this.choices?.filter((id) => tree.get(id)) ?? null;
@@ -127,8 +130,7 @@ export class Thread {
     const behind = this.tree.path(this.leaf).length - this.tree.path(id).length;
     this.follows = true;
     this.go(id);
-    const tokens = this.tree.get(id).usage;
-    this.app.announce(`The branch ends here now; ${this.app.format.count(behind, "message")} behind it ${behind === 1 ? "stays" : "stay"} as a branch${tokens ? "" : ""}`);
+    this.app.announce(`The branch ends here now; ${this.app.format.count(behind, "message")} behind it ${behind === 1 ? "stays" : "stay"} as a branch`);
     this.chat.composer.focus();
   }
 
