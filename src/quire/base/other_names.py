@@ -36,8 +36,10 @@ OPTIONS: Mapping[str, str] = {
     "--jinja": "the model's chat template is always used; --chat-template gives another one",
 }
 
+ALIASES: Mapping[str, str] = {"run": "chat"}
+"""Commands of other programs that mean the same here."""
+
 COMMANDS: Mapping[str, str] = {
-    "run": "quire chat MODEL talks to a model, quire generate MODEL PROMPT continues a text",
     "pull": "quire serve MODEL and quire chat MODEL fetch a Hugging Face id when they first load it",
     "list": "quire models lists the bundled models and what runs",
     "ps": "quire top shows a running server",
