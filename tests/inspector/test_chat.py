@@ -362,6 +362,25 @@ def test_two_windows_share_a_conversation(visit: Visit, inspected: Served) -> No
     close_all(inspected.client)
 
 
+def test_keys_do_not_see_each_others_conversations(visit: Visit, inspected: Served) -> None:
+    settings = ServerSettings(api_key=("first-key", "second-key"), allow_edits=True)
+    with serving(inspected.llm, settings, authorization="Bearer first-key") as served:
+        with visit(f"{served.url}/#key=first-key") as (page, _):
+            begin(page)
+            ask(page, "of the first key")
+            page.wait_for_timeout(1000)
+            page.get_by_role("button", name="API key").click()
+            page.get_by_role("dialog").get_by_label("Key of this server").fill("second-key")
+            page.get_by_role("dialog").get_by_role("button", name="Connect").click()
+            expect(page.get_by_text("What shall we talk about?")).to_be_visible()
+            expect(page.get_by_role("navigation", name="Conversations")).not_to_contain_text("of the first key")
+            page.wait_for_timeout(5000)
+            theirs = {"authorization": "Bearer second-key"}
+            assert served.client.get("/v1/chats", headers=theirs).json()["data"] == []
+            assert len(told(served.client, "/v1/chats")["data"]) == 1
+        close_all(served.client)
+
+
 def test_a_killed_server_comes_back(visit: Visit, chat_folder: Path, tmp_path: Path) -> None:
     port = free_port()
     options = {**OPTIONS, "state_dir": tmp_path / "state"}

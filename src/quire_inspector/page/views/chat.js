@@ -167,9 +167,9 @@ class Chat {
   async start() {
     this.timer = setInterval(() => document.visibilityState === "visible" && this.app.connection !== "lost" && this.library.refresh(), LOOK);
     const { id } = this.app.params;
-    if (id && id === this.library.id) this.resume();
+    if (id && id === this.library.id && !this.library.isForeign) this.resume();
     else if (id) await this.open(id);
-    else if (this.library.id && this.library.tree.size) this.resume();
+    else if (this.library.id && this.library.tree.size && !this.library.isForeign) this.resume();
     else this.begin({ quiet: true });
     await this.library.refresh().catch(() => {});
   }
@@ -562,6 +562,10 @@ class Chat {
       else if (!id && this.tree.size && this.library.id) this.begin({ quiet: true });
       else if (at && at !== this.leaf && this.tree.get(at)) this.threads[0].go(at);
     } else if (change.kind === "reconnected" || change.kind === "restart") {
+      if (this.library.isForeign) {
+        this.library.list = [];
+        this.begin({ quiet: true });
+      }
       await this.library.refresh();
       this.library.flush();
     }

@@ -1,6 +1,8 @@
 // What the browser itself keeps: typed text until it is sent, settings for the next conversation, and
 // copies of conversations for when the server is gone.
 
+import { keyStore } from "../../lib/api.js";
+
 const CHAT = "quire.chat.";
 const DRAFT = "quire.draft.";
 const HABITS = "quire.habits";
@@ -57,12 +59,22 @@ function dropOldest(spared) {
   return true;
 }
 
-/** Copies of conversations: {id, document, version, started, updated, dirty}. */
+/** Return a mark of the API key, so that conversations of one key are never shown to, or sent for, another one. */
+export function keyMark() {
+  let mark = 0x811c9dc5;
+  for (const char of keyStore.get()) mark = Math.imul(mark ^ char.codePointAt(0), 0x01000193) >>> 0;
+  return mark.toString(16);
+}
+
+/** Copies of conversations of this key: {id, document, version, started, updated, dirty}. */
 export const chatCopies = {
-  all: () => copies().map((one) => one.value).filter((one) => one?.id && one.document),
-  get: (id) => read(CHAT + id),
+  all: () => copies().map((one) => one.value).filter((one) => one?.id && one.document && one.key === keyMark()),
+  get(id) {
+    const found = read(CHAT + id);
+    return found?.key === keyMark() ? found : null;
+  },
   put(copy) {
-    const done = write(CHAT + copy.id, copy);
+    const done = write(CHAT + copy.id, { ...copy, key: keyMark() });
     while (copies().reduce((sum, one) => sum + one.size, 0) > ROOM && dropOldest(CHAT + copy.id));
     return done;
   },

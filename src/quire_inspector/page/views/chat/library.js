@@ -1,7 +1,7 @@
 // Conversations on the server, /v1/chats: read, written by versions, merged where two windows have
 // changed one, and kept in the browser while the server is away.
 
-import { chatCopies } from "./kept.js";
+import { chatCopies, keyMark } from "./kept.js";
 import { Tree, makeId } from "./tree.js";
 
 /** Milliseconds from a change to its writing. */
@@ -15,6 +15,8 @@ export class Library {
     /** Summaries, the latest first. */
     this.list = [];
     this.id = null;
+    /** Whose it is. */
+    this.key = keyMark();
     this.tree = new Tree();
     this.version = 0;
     /** The process of the server that has this version. */
@@ -38,6 +40,7 @@ export class Library {
   begin(settings) {
     this.flush();
     this.id = `chat-${makeId(16)}`;
+    this.key = keyMark();
     this.tree = new Tree({ settings });
     [this.version, this.dirty, this.trouble] = [0, false, null];
   }
@@ -47,6 +50,7 @@ export class Library {
     this.flush();
     const copy = chatCopies.get(id);
     this.id = id;
+    this.key = keyMark();
     this.tree = this.treeOf(id) ?? new Tree(copy?.document);
     this.version = copy?.version ?? 0;
     this.dirty = copy?.dirty ?? false;
@@ -105,7 +109,7 @@ export class Library {
 
   /** Keep a copy only, as while an answer grows. */
   keepCopy() {
-    if (!this.tree.size) return;
+    if (!this.tree.size || this.isForeign) return;
     const { id, version, started, dirty } = this;
     chatCopies.put({ id, version, started, dirty, updated: Date.now() / 1000, document: this.tree.document() });
   }
@@ -115,13 +119,18 @@ export class Library {
     this.timer = setTimeout(() => this.write(), soon);
   }
 
+  /** Whether the conversation is of another API key than the present one. */
+  get isForeign() {
+    return this.key !== keyMark();
+  }
+
   flush() {
     clearTimeout(this.timer);
-    if (this.dirty && this.id) this.write();
+    if (this.dirty && this.id && !this.isForeign) this.write();
   }
 
   async write() {
-    if (!this.dirty || !this.tree.size) return;
+    if (!this.dirty || !this.tree.size || this.isForeign) return;
     if (this.writing) return void this.writing.then(() => this.id && this.writeSoon());
     const { id, tree, version } = this;
     const body = { title: tree.title.slice(0, 256), document: tree.document(), version };

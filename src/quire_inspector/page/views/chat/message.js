@@ -250,7 +250,12 @@ export class Message {
     this.editing = true;
     const place = `edit.${this.id}`;
     const draft = drafts.get(place).text || node.content;
-    const area = el("textarea.textarea.edit-area", { rows: Math.min(14, Math.max(2, draft.split("\n").length)), value: draft, dir: "auto", "aria-label": "The message", oninput: () => drafts.put(place, { text: area.value }) });
+    const area = el("textarea.textarea.edit-area", { rows: 2, value: draft, dir: "auto", "aria-label": "The message" });
+    const fit = () => {
+      area.style.height = "auto";
+      area.style.height = `${Math.min(area.scrollHeight + 2, innerHeight * 0.5)}px`;
+    };
+    area.addEventListener("input", () => (drafts.put(place, { text: area.value }), fit()));
     const follows = this.chat.tree.children(this.id).length > 0;
     const close = () => {
       this.editing = false;
@@ -284,6 +289,7 @@ export class Message {
     this.app.keys(form, { "Control+Enter": main, Escape: () => (drafts.drop(place), close()) });
     this.element.classList.add("editing");
     this.body.after(form);
+    fit();
     area.focus();
   }
 }
