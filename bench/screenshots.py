@@ -188,7 +188,6 @@ def of_chat(album: Album, url: str) -> None:
         page.wait_for_selector(".welcome")
         page.locator("input[accept]").set_input_files(file)
         page.wait_for_selector(".katex")
-        page.get_by_role("button", name="Dismiss").click()
 
     def talk(page: Page) -> None:
         bring(page)

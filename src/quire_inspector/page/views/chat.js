@@ -56,6 +56,11 @@ class Chat {
     return this.threads[0].leaf;
   }
 
+  /** Change the address, unless another view is shown by now. */
+  set(...given) {
+    if (!this.app.signal.aborted) this.app.set(...given);
+  }
+
   /** Whether edits in the middle can blend what follows. */
   get canBlend() {
     return this.app.overview?.allow_edits === true;
@@ -204,7 +209,7 @@ class Chat {
     this.threads[0].leaf = null;
     this.threads[0].choices = null;
     this.threads[0].draw();
-    this.app.set({ id: null, at: null, beside: null }, { replace: quiet });
+    this.set({ id: null, at: null, beside: null }, { replace: quiet });
     this.drawRest();
     if (this.isNarrow && !this.list.element.hidden) this.toggleSide(false);
     if (!quiet || matchMedia("(pointer: fine)").matches) this.composer.focus();
@@ -224,7 +229,7 @@ class Chat {
       if (error.code !== "unreachable") this.app.notify(error.status === 404 ? "This conversation is not there any more; another window may have deleted it" : error.message, "error");
       return;
     }
-    this.app.set({ id, at: null, beside: null }, { replace: this.app.params.id === id });
+    this.set({ id, at: null, beside: null }, { replace: this.app.params.id === id });
     this.composer.open(id);
     this.showAt(at, beside);
     if (this.isNarrow && !this.list.element.hidden) this.toggleSide(false);
@@ -237,10 +242,10 @@ class Chat {
     this.library.tree = new Tree(document);
     if (!Object.keys(this.tree.settings).length) this.tree.settings = structuredClone(habits.get());
     this.library.touch({ soon: 0 });
-    this.app.set({ id: this.library.id });
+    this.set({ id: this.library.id });
     this.composer.open(this.library.id);
     this.showAt(null);
-    this.app.notify("Imported");
+    this.app.announce("Imported");
   }
 
   end() {
@@ -342,7 +347,7 @@ class Chat {
     }
     for (const thread of this.threads) thread.ask(text, structuredClone(files), count);
     if (this.app.params.id !== this.library.id) {
-      this.app.set({ id: this.library.id, at: null });
+      this.set({ id: this.library.id, at: null });
       this.composer.place = this.library.id;
       // The draft was typed before the conversation had an id.
       queueMicrotask(() => localStorage.removeItem("quire.draft.new"));
@@ -366,7 +371,7 @@ class Chat {
 
   moved(at, leaf) {
     const name = at ? "beside" : "at";
-    if (this.app.params.id === this.library.id) this.app.set({ [name]: leaf });
+    if (this.app.params.id === this.library.id) this.set({ [name]: leaf });
     this.drawRest();
   }
 
@@ -405,7 +410,7 @@ class Chat {
     if (!this.threads[1]) return;
     this.threads.length = 1;
     this.arrange();
-    this.app.set({ beside: null });
+    this.set({ beside: null });
     this.drawRest();
   }
 

@@ -246,7 +246,7 @@ export class Runs {
       try {
         const found = await this.app.get(sessionPath(id), { tokens: false });
         if (found.in_use === null) {
-          if (tree.get(node.id)?.content) tree.patch(node.id, { session: { id, tokens: found.num_tokens } });
+          if (tree.get(node.id)?.content) tree.patch(node.id, { session: { id, tokens: found.num_tokens, exact: found.exact } });
           else await this.release(id);
           return;
         }
