@@ -5,7 +5,7 @@ import { Composer } from "./chat/composer.js";
 import { coreOf } from "./chat/core.js";
 import { Exchange } from "./chat/exchange.js";
 import { Held } from "./chat/held.js";
-import { chatCopies, habits } from "./chat/kept.js";
+import { chatCopies, drafts, habits } from "./chat/kept.js";
 import { SettingsForm } from "./chat/settings.js";
 import { Thread } from "./chat/thread.js";
 import { Tree } from "./chat/tree.js";
@@ -350,7 +350,7 @@ class Chat {
       this.set({ id: this.library.id, at: null });
       this.composer.place = this.library.id;
       // The draft was typed before the conversation had an id.
-      queueMicrotask(() => localStorage.removeItem("quire.draft.new"));
+      drafts.drop("new");
     }
     this.drawRest();
     return true;

@@ -4,7 +4,7 @@ import { FORMAT, Tree, fullText, messagesOf, titleOf } from "./tree.js";
 import { sessionPath } from "../../lib/edits.js";
 
 /** Return a branch as Markdown. */
-export function markdownOf(tree, leaf) {
+function markdownOf(tree, leaf) {
   const roles = { user: "You", assistant: "Answer", system: "System", tool: "Tool result" };
   const parts = tree.path(leaf).map((node) => {
     const thoughts = node.reasoning ? `<details><summary>Thoughts</summary>\n\n${node.reasoning}\n\n</details>\n\n` : "";
@@ -18,7 +18,7 @@ export function markdownOf(tree, leaf) {
  * Return the document of a conversation in a text: an exported tree, or messages as OpenAI has them.
  * @throws {Error} that says what was found and what would be accepted
  */
-export function documentOf(text, name = "") {
+function documentOf(text, name = "") {
   let found;
   try {
     found = JSON.parse(text);

@@ -14,7 +14,7 @@ const LONGEST = 400_000;
 let parser = null;
 
 /** Load the parser. Until then messages are shown as they are written. */
-export function loadMarkdown() {
+function loadMarkdown() {
   return script("markdown-it.min.js").then(() => {
     parser ??= make();
   });

@@ -9,7 +9,7 @@ import { WhyBar } from "./why.js";
 const ROLES = { user: "You", assistant: "Answer", system: "System message", tool: "Tool result" };
 
 /** Return what helps against an error of the server, in a sentence. */
-export function helpFor(error) {
+function helpFor(error) {
   const { code, status, message = "" } = error;
   if (code === "unreachable" || status === 0) return "The server cannot be reached. Your text is kept here; try again when it is back.";
   if (code === "context_length_exceeded") return "The conversation does not fit into the model's context. Shorten the message, take files out, or go back to an earlier message and branch there.";

@@ -1,13 +1,13 @@
 // How answers are made: sampling with presets, the system message, thinking, a form, tools.
 
-export const PRESETS = [
+const PRESETS = [
   { name: "model", label: "The model's own", hint: "What the model's authors recommend.", values: {} },
   { name: "precise", label: "Precise", hint: "Always the likeliest token: facts, code, extraction.", values: { temperature: 0 } },
   { name: "balanced", label: "Balanced", hint: "Some choice among likely tokens.", values: { temperature: 0.7, top_p: 0.9 } },
   { name: "creative", label: "Creative", hint: "More surprise, without the unlikeliest tokens: stories, ideas.", values: { temperature: 1.1, min_p: 0.05 } },
 ];
 
-export const FIELDS = [
+const FIELDS = [
   { name: "temperature", label: "Temperature", min: 0, max: 100, step: 0.1, help: "0 takes the likeliest token each time. Higher values choose unlikely tokens more often." },
   { name: "top_p", label: "Top p", min: 0, max: 1, step: 0.05, help: "Chooses among the likeliest tokens that together have this probability." },
   { name: "top_k", label: "Top k", min: -1, step: 1, whole: true, help: "Chooses among this many of the likeliest tokens." },
@@ -18,7 +18,7 @@ export const FIELDS = [
 ];
 
 /** Return the name of the preset that has these values; "own" if none has. */
-export function presetOf(sampling = {}) {
+function presetOf(sampling = {}) {
   const chosen = Object.fromEntries(Object.entries(sampling).filter(([name]) => !["max_tokens", "seed", "stop"].includes(name)));
   const same = (values) => Object.keys(values).length === Object.keys(chosen).length && Object.entries(values).every(([name, value]) => chosen[name] === value);
   return PRESETS.find((one) => same(one.values))?.name ?? "own";

@@ -78,12 +78,6 @@ export class Tree {
     this.visited.set("", id);
   }
 
-  /** Return the ends of all branches. */
-  leaves() {
-    const parents = new Set([...this.nodes.values()].filter((node) => !node.removed).map((node) => node.parent));
-    return [...this.nodes.values()].filter((node) => !node.removed && !parents.has(node.id));
-  }
-
   add(parent, fields) {
     const now = Date.now();
     // Later than all others, whatever the clock says, so that alternatives have an order.

@@ -9,7 +9,7 @@ const ENDS = {
 };
 
 /** Return the numbers of an answer: [label, value, explanation], of those that are known. */
-export function figuresOf(app, node) {
+function figuresOf(app, node) {
   const { format } = app;
   const { usage, quire = {}, seconds, finish } = node;
   const found = [];
@@ -48,7 +48,7 @@ export class WhyBar {
     const { el, fill } = this.app;
     const figures = figuresOf(this.app, node);
     this.element.hidden = !figures.length || this.chat.runs.has(this.id);
-    const brief = figures.filter(([label]) => !["computed", "recomputed", "written"].includes(label) || label === "written");
+    const brief = figures.filter(([label]) => !["computed", "recomputed"].includes(label));
     fill(
       this.row,
       el("span.why-title", {}, "Why"),
