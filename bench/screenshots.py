@@ -191,9 +191,11 @@ def of_chat(album: Album, url: str) -> None:
 
     def talk(page: Page) -> None:
         bring(page)
-        page.get_by_label("Message", exact=True).fill("def median(values):")
-        page.keyboard.press("Enter")
-        page.wait_for_selector(".message:last-child .why:not([hidden])")
+        for number, question in enumerate(("def median(values):", "def deviation(values):")):
+            page.get_by_label("Message", exact=True).fill(question)
+            page.keyboard.press("Enter")
+            page.locator(".messages > .role-assistant .why:not([hidden])").nth(number).wait_for()
+            page.wait_for_timeout(500)
         page.get_by_role("button", name="Branches", exact=True).click()
 
     def read(page: Page) -> None:
@@ -388,13 +390,13 @@ def main() -> None:
         with served(llm) as url:
             scene = Scene(url)
             found = scene.build()
-            of_chat(album, url)
             of_history(album, url)
             of_pages(album, url)
             of_token(album, url, found["put and get"])
             of_playground(album, url, scene)
             of_time(album, url, scene)
             of_top(album, url, scene)
+            of_chat(album, url)
         run_aside(llm.close())
         of_still(album, folder / "store")
         of_words(album)
