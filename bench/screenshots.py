@@ -31,6 +31,7 @@ from quire.server.http.app import create_app
 from quire.server.http.serving import Server, bind, url_of
 from quire.server.http.settings import ServerSettings
 from quire_inspector.top import Watch, screen
+from screenshot_chat import conversation
 from screenshot_scene import MODULE, Scene
 
 if TYPE_CHECKING:
@@ -177,6 +178,32 @@ def of_history(album: Album, url: str) -> None:
     album.take("history", f"{url}/#history?scale=even", details, schemes=("light", "dark"))
     album.take("history-compare", f"{url}/#history?scale=even", comparison)
     album.take("history-phone", f"{url}/#history", lambda page: page.wait_for_selector("[role=treeitem]"), size=PHONE)
+
+
+def of_chat(album: Album, url: str) -> None:
+    """Take a conversation with its tree: on a desk, in the dark, on a phone."""
+    file = conversation(album.scratch / "conversation.json")
+
+    def bring(page: Page) -> None:
+        page.wait_for_selector(".welcome")
+        page.locator("input[accept]").set_input_files(file)
+        page.wait_for_selector(".katex")
+
+    def talk(page: Page) -> None:
+        bring(page)
+        for number, question in enumerate(("def median(values):", "def deviation(values):")):
+            page.get_by_label("Message", exact=True).fill(question)
+            page.keyboard.press("Enter")
+            page.locator(".messages > .role-assistant .why:not([hidden])").nth(number).wait_for()
+            page.wait_for_timeout(500)
+        page.get_by_role("button", name="Branches", exact=True).click()
+
+    def read(page: Page) -> None:
+        bring(page)
+        page.locator(".thread-scroll").evaluate("one => one.scrollTo(0, 0)")
+
+    album.take("chat", f"{url}/#chat", talk, size={"width": 1280, "height": 1000}, schemes=("light", "dark"))
+    album.take("chat-phone", f"{url}/#chat", read, size=PHONE)
 
 
 def of_pages(album: Album, url: str) -> None:
@@ -369,6 +396,7 @@ def main() -> None:
             of_playground(album, url, scene)
             of_time(album, url, scene)
             of_top(album, url, scene)
+            of_chat(album, url)
         run_aside(llm.close())
         of_still(album, folder / "store")
         of_words(album)

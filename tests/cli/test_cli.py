@@ -20,7 +20,7 @@ import pytest
 import typer
 
 from quire import LLM, FailedPrecondition, InvalidArgument, QuireError, SamplingParams
-from quire.base.other_names import COMMANDS, OPTIONS
+from quire.base.other_names import ALIASES, COMMANDS, OPTIONS
 from quire.cli import main as cli
 from quire.cli.chat import LocalBackend, TerminalChat
 from quire.cli.options import read_config
@@ -410,7 +410,15 @@ def test_words_of_other_programs_lead_to_what_is_there() -> None:
     texts = " ".join([*OPTIONS.values(), *COMMANDS.values()])
     assert set(re.findall(r"--[a-z-]+", texts)) <= options
     assert {(name,) for name in re.findall(r"quire ([a-z]+)", texts)} <= set(known)
-    assert not {(name,) for name in COMMANDS} & set(known)
+    assert not {(name,) for name in (*COMMANDS, *ALIASES)} & set(known)
+    assert {(name,) for name in ALIASES.values()} <= set(known)
+
+
+def test_a_command_may_be_called_as_by_ollama(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("run", "--help", monkeypatch=monkeypatch) == 0
+    assert "Talk to a model in the terminal" in capsys.readouterr().out
 
 
 def commands(app: typer.Typer, *path: str) -> dict[tuple[str, ...], Any]:

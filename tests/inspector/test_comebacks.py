@@ -21,7 +21,7 @@ def test_a_server_goes_away_and_comes_back(visit: Visit, chat_folder: Path, tmp_
     port = free_port()
     with killable(chat_folder, tmp_path / "first", options=OPTIONS, port=port) as first:
         made(first.client, name="before the end")
-        with visit(first.url) as (page, watch):
+        with visit(f"{first.url}/#history") as (page, watch):
             watch.allow("ERR_", "Failed to load resource", "net::")
             expect(row(page, "before the end")).to_be_visible()
             page.evaluate("window.notLoadedAgain = true")

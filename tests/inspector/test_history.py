@@ -18,7 +18,7 @@ def server(inspected: Served) -> Iterator[Served]:
 
 def test_a_fork_by_clicks_is_a_session(visit: Visit, server: Served) -> None:
     session = made(server.client, name="adder")
-    with visit(server.url) as (page, _):
+    with visit(f"{server.url}/#history") as (page, _):
         row(page, "adder").click()
         page.get_by_role("slider", name="Tokens to keep").fill("12")
         page.get_by_role("button", name="Fork…").click()
@@ -36,7 +36,7 @@ def test_a_fork_by_clicks_is_a_session(visit: Visit, server: Served) -> None:
 def test_a_rewind_by_clicks_removes_tokens(visit: Visit, server: Served) -> None:
     session = made(server.client, name="adder")
     before = tokens(server.client, session)
-    with visit(server.url) as (page, _):
+    with visit(f"{server.url}/#history") as (page, _):
         row(page, "adder").click()
         page.get_by_role("slider", name="Tokens to keep").fill("9")
         expect(page.get_by_text("nothing is run again.")).to_be_visible()
@@ -56,7 +56,7 @@ def test_comparing_tells_where_two_part(visit: Visit, server: Served) -> None:
     shared = next(at for at, (a, b) in enumerate(zip(*ids, strict=False)) if a != b)
     found = told(server.client, f"/v1/state/compare?a=session:{first}&b=session:{second}")
     assert found["shared"] == shared
-    with visit(server.url) as (page, _):
+    with visit(f"{server.url}/#history") as (page, _):
         row(page, "first one").click()
         page.get_by_role("button", name="Compare…").click()
         row(page, "second one").click()
@@ -78,7 +78,7 @@ def test_the_tree_is_that_of_the_document(visit: Visit, server: Served) -> None:
         child = server.client.post(f"/v1/sessions/{session}/fork", json={"name": name}).json()["ids"][0]
         server.client.post(f"/v1/sessions/{child}/append", json={"text": text})
     branches = told(server.client, "/v1/state/history")["branches"]
-    with visit(server.url) as (page, _):
+    with visit(f"{server.url}/#history") as (page, _):
         expect(row(page, "left")).to_be_visible()
         for branch in branches:
             if branch["kind"] == "session":
@@ -100,7 +100,7 @@ def test_the_tree_is_that_of_the_document(visit: Visit, server: Served) -> None:
 def test_the_keyboard_is_enough(visit: Visit, server: Served) -> None:
     session = made(server.client, name="by keys")
     before = tokens(server.client, session)
-    with visit(server.url) as (page, _):
+    with visit(f"{server.url}/#history") as (page, _):
         expect(row(page, "by keys")).to_be_visible()
         page.keyboard.press("/")
         page.keyboard.type("by keys")
@@ -123,7 +123,7 @@ def test_the_keyboard_is_enough(visit: Visit, server: Served) -> None:
         page.keyboard.press("Enter")
         expect(row(page, "by keys too")).to_be_visible()
         page.keyboard.press("Escape")
-        for number, name in enumerate(("History", "Pages", "Time", "Token", "Playground"), start=1):
+        for number, name in enumerate(("Chat", "History", "Pages", "Time", "Token", "Playground"), start=1):
             page.keyboard.press(str(number))
             expect(page.get_by_role("link", name=name)).to_have_attribute("aria-current", "page")
     assert {one["name"] for one in told(server.client, "/v1/sessions")["data"]} == {"by keys", "by keys too"}
@@ -131,7 +131,7 @@ def test_the_keyboard_is_enough(visit: Visit, server: Served) -> None:
 
 def test_without_edits_nothing_can_be_changed(visit: Visit, looked_at: Served) -> None:
     made(looked_at.client, name="only to look at")
-    with visit(looked_at.url) as (page, watch):
+    with visit(f"{looked_at.url}/#history") as (page, watch):
         row(page, "only to look at").click()
         details = page.get_by_role("region", name="Details")
         expect(details.get_by_role("button", name="Compare…")).to_be_visible()

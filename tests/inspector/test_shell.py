@@ -11,7 +11,7 @@ from tests.server.conftest import Served, serving, wait_for
 
 from quire.server.http.settings import ServerSettings
 
-VIEWS = ("History", "Pages", "Time", "Token", "Playground")
+VIEWS = ("Chat", "History", "Pages", "Time", "Token", "Playground")
 HOSTILE = (
     "<img src=x onerror=alert(1)>",
     "</script><script>alert(1)</script>",
@@ -35,7 +35,7 @@ def hostile(inspected: Served) -> Iterator[Served]:
 
 
 def test_what_others_wrote_is_shown_and_nothing_of_it_happens(visit: Visit, hostile: Served) -> None:
-    with visit(hostile.url) as (page, _):
+    with visit(f"{hostile.url}/#history") as (page, _):
         expect(page.get_by_role("treeitem").first).to_be_visible()
         shown = page.locator("[role=tree]").inner_text()
         for text in HOSTILE[:4]:
@@ -71,7 +71,7 @@ def test_a_phone_needs_no_scrolling_to_the_side(name: str, visit: Visit, hostile
 
 
 def test_a_theme_is_chosen_and_kept(visit: Visit, inspected: Served) -> None:
-    with visit(inspected.url, color_scheme="light") as (page, _):
+    with visit(f"{inspected.url}/#history", color_scheme="light") as (page, _):
         ground = "getComputedStyle(document.body).backgroundColor"
         light = page.evaluate(ground)
         page.get_by_role("button", name="Switch to the dark theme").click()
@@ -86,7 +86,7 @@ def test_a_key_is_asked_for(visit: Visit, inspected: Served) -> None:
     settings = ServerSettings(api_key=("right-key", "other-key"))
     with serving(inspected.llm, settings, authorization="Bearer right-key") as served:
         made(served.client, name="behind a key")
-        with visit(served.url) as (page, watch):
+        with visit(f"{served.url}/#history") as (page, watch):
             watch.allow("401")
             dialog = page.get_by_role("dialog")
             expect(dialog).to_be_visible()
@@ -99,7 +99,7 @@ def test_a_key_is_asked_for(visit: Visit, inspected: Served) -> None:
             page.reload()
             expect(row(page, "behind a key")).to_be_visible()
         with visit(f"{served.url}/#key=other-key") as (page, _):
-            page.wait_for_selector(".view-history")
+            open_view(page, "History")
             expect(page.get_by_text("Nothing here yet")).to_be_visible()
             assert "other-key" not in page.url
         close_all(served.client)
@@ -117,7 +117,7 @@ def test_numbers_at_the_bottom_are_those_of_the_engine(visit: Visit, inspected: 
     counted = {name: getattr(use, name) for name in ("total", "free", "evictable", "held", "pinned")}
     wait_for(lambda: told(inspected.client, "/v1/state")["use"] == counted)
     taken = use.held + use.pinned
-    with visit(inspected.url) as (page, _):
+    with visit(f"{inspected.url}/#history") as (page, _):
         bar = page.locator("#statusbar")
         expect(bar).to_contain_text(f"{taken} of {use.total:,} in use, {use.evictable} evictable")
         expect(bar).to_contain_text("Sessions3")
@@ -133,7 +133,7 @@ def test_a_thousand_sessions_leave_the_page_usable(visit: Visit, chat_folder: ob
                 f"/v1/sessions/{session}/fork", json={"n": 100, "name": f"group {'klmnopqrst'[start // 100]}xy"}
             )
             assert answer.status_code == 200
-        with visit(served.url) as (page, _):
+        with visit(f"{served.url}/#history") as (page, _):
             expect(page.get_by_text("1,001 branches")).to_be_visible()
             assert page.locator("*").count() < 3000
             page.get_by_role("searchbox").fill("group txy")

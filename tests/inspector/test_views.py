@@ -128,7 +128,7 @@ def test_the_playground_generates_forks_and_stops(visit: Visit, server: Served) 
 
 def test_views_lead_to_each_other(visit: Visit, server: Served) -> None:
     session = made(server.client, name="walked through")
-    with visit(server.url) as (page, watch):
+    with visit(f"{server.url}/#history") as (page, watch):
         watch.allow("status of 409")  # as above
         row(page, "walked through").click()
         page.get_by_role("button", name="Pages").click()

@@ -36,8 +36,10 @@ OPTIONS: Mapping[str, str] = {
     "--jinja": "the model's chat template is always used; --chat-template gives another one",
 }
 
+ALIASES: Mapping[str, str] = {"run": "chat"}
+"""Commands of other programs that mean the same here."""
+
 COMMANDS: Mapping[str, str] = {
-    "run": "quire chat MODEL talks to a model, quire generate MODEL PROMPT continues a text",
     "pull": "quire serve MODEL and quire chat MODEL fetch a Hugging Face id when they first load it",
     "list": "quire models lists the bundled models and what runs",
     "ps": "quire top shows a running server",
@@ -52,14 +54,13 @@ _MODELS = "GET /v1/models lists the model and its adapters"
 _NO_VECTORS = "no model that runs here has embeddings"
 
 PATHS: Mapping[str, str] = {
-    **dict.fromkeys(("/api/chat", "/chat/completions"), _CHAT),
-    **dict.fromkeys(("/api/generate", "/completion", "/completions", "/generate", "/generate_stream"), _TEXT),
-    **dict.fromkeys(("/api/tags", "/api/show", "/api/ps", "/props", "/models"), _MODELS),
-    **dict.fromkeys(("/api/embed", "/api/embeddings", "/embedding", "/embeddings"), _NO_VECTORS),
+    "/chat/completions": _CHAT,
+    **dict.fromkeys(("/completion", "/completions", "/generate", "/generate_stream"), _TEXT),
+    **dict.fromkeys(("/props", "/models"), _MODELS),
+    **dict.fromkeys(("/embedding", "/embeddings"), _NO_VECTORS),
     **dict.fromkeys(
         ("/api/pull", "/api/create"), "the server has the model that it was started with (quire serve MODEL)"
     ),
-    "/api/version": "GET /version tells the version",
     "/slots": "GET /v1/sessions lists sessions, GET /v1/state what holds state",
     "/infill": "text cannot be filled in before a suffix; POST /v1/completions continues one",
     "/apply-template": "POST /tokenize takes messages, and gives the tokens of their prompt",

@@ -20,7 +20,7 @@ from typer.models import OptionInfo
 
 from quire.base.config import EngineConfig, field_help
 from quire.base.errors import InvalidArgument, NotFound, QuireError
-from quire.base.other_names import COMMANDS, OPTIONS
+from quire.base.other_names import ALIASES, COMMANDS, OPTIONS
 from quire.base.sampling_fields import Surface, declarations_on
 from quire.base.sampling_params import SamplingParams
 from quire.cli.chat import ANSWER_TOKENS, DEFAULT_MODEL
@@ -125,9 +125,12 @@ class WordedCommand(TyperCommand):
 
 
 class WordedGroup(TyperGroup):
-    """A group that suggests its command for another program's name of it."""
+    """A group that knows other programs' names of its commands: it runs the same command, or
+    suggests another one."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] in ALIASES:
+            args = [ALIASES[args[0]], *args[1:]]
         if args and args[0] in COMMANDS and args[0] not in self.commands and not ctx.resilient_parsing:
             raise InvalidArgument(f"there is no command {args[0]}; {COMMANDS[args[0]]}")
         return super().resolve_command(ctx, args)

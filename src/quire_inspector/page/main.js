@@ -18,6 +18,7 @@
 // `app`, made anew for each mount:
 //   get(path, params, {signal})     JSON of GET; `params` may hold arrays; null ones are left out
 //   post(path, body, {signal}), del(path, {signal})
+//   client                          the calls below without the view: they go on when it is left
 //   stream(path, body, {signal})    async generator of {event, data} of POST's server-sent events
 //                                   All carry the key, and end when the view is left. They throw an
 //                                   Error with the server's sentence as `message` and `status`
@@ -46,7 +47,7 @@
 //   color.kind/owner/series/heat/mix/get
 //   keys(node, {key: fn})           single keys within an element ("ArrowDown", "Shift+F", "/")
 //   reducedMotion                   whether the reader wants no motion
-// d3 and uPlot are globals. Styles that several views share are in style.css; a view brings its own
+// d3 and uPlot are globals of the views that need them. Styles that several views share are in style.css; a view brings its own
 // with `app.css("views/NAME.css")`. Inline styles in markup are forbidden: `el`'s `style` is an object.
 
 import { ApiProblem, Client, isAbort, keyStore } from "./lib/api.js";
@@ -61,13 +62,18 @@ import { keys } from "./lib/keys.js";
 import { Live } from "./lib/live.js";
 import { readHash, writeHash } from "./lib/router.js";
 import { named, textNodes, visible } from "./lib/text.js";
+import { script, sheet } from "./lib/vendor.js";
 
-/** `live`: only of a running server, and not of a state file or a store. */
+/**
+ * `live`: only of a running server, and not of a state file or a store. `needs`: libraries, which are
+ * loaded before the view.
+ */
 const VIEWS = [
-  { name: "history", title: "History", hint: "Sessions, requests, cached prefixes and commits as one tree" },
+  { name: "chat", title: "Chat", hint: "Conversations with branches", live: true },
+  { name: "history", title: "History", hint: "Sessions, requests, cached prefixes and commits as one tree", needs: ["d3.min.js"] },
   { name: "pages", title: "Pages", hint: "The pools of pages, and who holds them" },
-  { name: "time", title: "Time", hint: "Requests and steps over time", live: true },
-  { name: "token", title: "Token", hint: "One token: probabilities, attention, norms" },
+  { name: "time", title: "Time", hint: "Requests and steps over time", live: true, needs: ["uPlot.iife.min.js", "uPlot.min.css"] },
+  { name: "token", title: "Token", hint: "One token: probabilities, attention, norms", needs: ["uPlot.iife.min.js", "uPlot.min.css"] },
   { name: "playground", title: "Playground", hint: "Branches side by side", live: true },
 ];
 
@@ -80,6 +86,8 @@ const calm = matchMedia("(prefers-reduced-motion: reduce)");
 /** The view that is shown: {name, scope, stop, handle}. */
 let shown = null;
 let tries = 0;
+/** Whether the address named no view when the page was opened. */
+let unasked = false;
 
 function on(name, fn) {
   if (!listeners.has(name)) listeners.set(name, new Set());
@@ -171,6 +179,7 @@ function scopeOf(name, params) {
       return calm.matches;
     },
     get: (path, query, options) => client.json("GET", path, { ...with_(options), params: query }),
+    client,
     post: (path, body = {}, options) => client.json("POST", path, { ...with_(options), body }),
     del: (path, options) => client.json("DELETE", path, with_(options)),
     stream: (path, body, options) => client.events("POST", path, { ...with_(options), body }),
@@ -189,11 +198,19 @@ function scopeOf(name, params) {
   return { scope, leave: () => (stop.abort(), offs.forEach((off) => off())) };
 }
 
+/** Return the view that an address without one means. */
+function firstView() {
+  const { overview } = live;
+  if (overview === null) return "chat";
+  if (live.isStill) return "history";
+  return overview.model?.chat_template ? "chat" : "playground";
+}
+
 /** Show what the hash names. */
 async function route() {
   const { view, params } = readHash(location.hash);
   const spec = VIEWS.find((one) => one.name === view);
-  if (!spec || (spec.live && live.isStill)) return go("history", {}, { replace: true });
+  if (!spec || (spec.live && live.isStill)) return go(firstView(), {}, { replace: true });
   if (shown?.name === view && !shown.failed) {
     shown.scope.params = params;
     update({ kind: "params" });
@@ -209,7 +226,7 @@ async function route() {
   heading.textContent = spec.title;
   fill(mountPoint, el("p.loading", { role: "status" }, `Loading ${spec.title}…`));
   try {
-    const module = await load(view);
+    const [module] = await Promise.all([load(view), ...(spec.needs ?? []).map((path) => (path.endsWith(".css") ? sheet : script)(path))]);
     if (shown !== here) return;
     frame.viewHelp = module.help?.length ? [module.title ?? spec.title, module.help] : null;
     const root = el("div.view", { class: `view-${view}` });
@@ -286,6 +303,9 @@ const frame = new Frame({
 on("change", (data) => update({ kind: "events", data }));
 on("overview", () => {
   if (live.isStill && VIEWS.some((one) => one.live && one.name === shown?.name)) route();
+  // Until now it was not known whether the model can chat.
+  if (unasked && shown?.name === "chat" && firstView() !== "chat") go(firstView(), {}, { replace: true });
+  unasked = false;
   update({ kind: "overview" });
 });
 on("theme", () => update({ kind: "theme" }));
@@ -316,6 +336,7 @@ addEventListener("hashchange", () => {
   route();
 });
 takeKey();
+unasked = readHash(location.hash).view === "";
 frame.draw();
 route();
 live.run();

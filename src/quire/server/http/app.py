@@ -13,11 +13,14 @@ from starlette.middleware.cors import CORSMiddleware
 
 from quire.async_llm import AsyncLLM
 from quire.server.anthropic import routes as anthropic_messages
+from quire.server.chats import routes as chat_routes
+from quire.server.chats.store import Chats
 from quire.server.http import errors, status
 from quire.server.http.context import Context, public_name
 from quire.server.http.gate import Gate, GateMiddleware
 from quire.server.http.settings import ServerSettings
 from quire.server.http.spans import RequestSpans, exporter_for
+from quire.server.ollama import routes as ollama_routes
 from quire.server.openai import adapter_routes, chat, completions, tokens, warm_routes
 from quire.server.openai.reruns import Reruns
 from quire.server.responses import routes as responses
@@ -44,6 +47,7 @@ def create_app(llm: AsyncLLM, settings: ServerSettings | None = None) -> FastAPI
         stored=StoredBytes(settings),
         reruns=Reruns(llm, settings),
         responses=Responses(settings, llm.kept, owners),
+        chats=Chats(settings, llm.kept, owners),
         started=time.time(),
         adapters={"": set(llm.config.adapters or ())},
     )
@@ -59,6 +63,7 @@ def create_app(llm: AsyncLLM, settings: ServerSettings | None = None) -> FastAPI
         await context.refresh_adapters()
         await context.sessions.resume()
         await context.responses.resume()
+        await context.chats.resume()
         try:
             yield
         finally:
@@ -83,8 +88,8 @@ def create_app(llm: AsyncLLM, settings: ServerSettings | None = None) -> FastAPI
     errors.install(app)
     app.include_router(status.router)
     routes = (
-        *(chat, responses, anthropic_messages, completions, warm_routes),
-        *(session_routes, branch_routes, tokens, adapter_routes),
+        *(chat, responses, anthropic_messages, completions, ollama_routes, warm_routes),
+        *(session_routes, branch_routes, chat_routes, tokens, adapter_routes),
     )
     for module in routes:
         app.include_router(module.router, responses=errors.REFUSED_VALUES)
@@ -97,7 +102,7 @@ def create_app(llm: AsyncLLM, settings: ServerSettings | None = None) -> FastAPI
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(settings.allowed_origin),
-            allow_methods=["GET", "POST", "DELETE"],
+            allow_methods=["GET", "POST", "PUT", "DELETE"],
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After"],
         )

@@ -19,6 +19,7 @@ from quire.server.http.settings import ServerSettings
 from quire.server.http.text_threads import Texts
 
 if TYPE_CHECKING:
+    from quire.server.chats.store import Chats
     from quire.server.openai.reruns import Reruns
     from quire.server.responses.store import Responses
     from quire.server.sessions.held import Sessions, StoredBytes
@@ -44,6 +45,7 @@ class Context:
     stored: StoredBytes
     reruns: Reruns
     responses: Responses
+    chats: Chats
     texts: Texts = field(default_factory=Texts)
     """The threads that render and tokenise texts."""
     started: float = field(default=0.0)

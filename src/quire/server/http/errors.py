@@ -95,6 +95,10 @@ ANTHROPIC_TYPES = {
 """Anthropic's types by status. Others are "invalid_request_error", from 500 on "api_error"."""
 
 
+OLLAMA = "/api"
+"""Where errors have ollama's shape, as they have below."""
+
+
 class ErrorDetail(BaseModel):
     """A description of one error."""
 
@@ -136,6 +140,12 @@ class AnthropicErrorBody(BaseModel):
     error: AnthropicErrorDetail
 
 
+class OllamaErrorBody(BaseModel):
+    """The body of every answer from 400 on of ollama's calls."""
+
+    error: str
+
+
 class ApiError(Exception):
     """An error with its answer. ``message`` says what was given and what is accepted. ``param`` is
     the path of the field that it is about ("messages.0.role"). ``code`` is for programs
@@ -161,6 +171,11 @@ class ApiError(Exception):
         # LangChain looks for the code in the text of OpenAI's exceptions, which is the message.
         message = f"{self.message} ({CONTEXT_FULL})" if self.code == CONTEXT_FULL else self.message
         return {"error": {"message": message, "type": self.type, "param": self.param, "code": self.code}}
+
+
+def ollama_body(error: ApiError) -> dict[str, Any]:
+    """Return an error in ollama's shape."""
+    return {"error": error.message}
 
 
 def anthropic_body(error: ApiError) -> dict[str, Any]:
@@ -240,7 +255,11 @@ def hiding(path: Path, name: str) -> Iterator[None]:
 def error_response(error: ApiError, path: str = "") -> Response:
     """Return ``error`` as an answer at ``path``, in ASCII so that half a surrogate pair cannot
     break it."""
-    body = anthropic_body(error) if f"{path}/".startswith(f"{MESSAGES}/") else error.body
+    body = error.body
+    if f"{path}/".startswith(f"{MESSAGES}/"):
+        body = anthropic_body(error)
+    elif path.startswith(f"{OLLAMA}/"):
+        body = ollama_body(error)
     return Response(json.dumps(body), status_code=error.status, headers=error.headers, media_type="application/json")
 
 

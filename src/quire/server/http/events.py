@@ -91,6 +91,8 @@ class EventStream(Response):
     """
 
     media_type = "text/event-stream"
+    last = LAST_EVENT
+    """What ends a stream without names."""
 
     def __init__(self, chunks: Chunks, sources: Sequence[Closable], *, named: bool = False) -> None:
         """Take the chunks. ``sources`` are closed even if no chunk was asked for."""
@@ -126,7 +128,7 @@ class EventStream(Response):
             if isinstance(error, OSError) and not isinstance(error, QuireError):
                 return  # the connection broke, so no error can be sent
             await self._send_event(send, noted(error, request_id).body)
-        await send({"type": "http.response.body", "body": b"" if self._named else LAST_EVENT, "more_body": False})
+        await send({"type": "http.response.body", "body": b"" if self._named else self.last, "more_body": False})
 
     async def _send_event(self, send: Send, chunk: Chunk) -> None:
         name = f"event: {chunk['type']}\n".encode() if self._named and chunk else b""

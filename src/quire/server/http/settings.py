@@ -87,6 +87,8 @@ class ServerSettings:
     )
     max_responses: int = option(4096, "Stored responses (/v1/responses) at most; the oldest ones go first.")
     max_response_bytes: int | str = option("256MiB", "Memory for their conversations, at most; the same.")
+    max_chats: int = option(1024, "Conversations of the page at / that are kept, at most; further ones are refused.")
+    max_chat_bytes: int | str = option("256MiB", "Memory for them, at most.")
     share_prefix_cache: bool = option(
         False, "Let API keys find each other's prompts in the prefix cache, which tells a key what others have asked."
     )
@@ -156,6 +158,7 @@ class ServerSettings:
             "max_stored_bytes",
             "max_stored_bytes_per_key",
             "max_response_bytes",
+            "max_chat_bytes",
         ):
             if self._is_given(limit):
                 size = parse_bytes(getattr(self, limit), name=limit)
@@ -167,6 +170,7 @@ class ServerSettings:
             "max_sessions_per_key",
             "max_rerun_tokens",
             "max_responses",
+            "max_chats",
             "max_adapters_per_key",
         ):
             if self._is_given(count):
@@ -217,6 +221,16 @@ class ServerSettings:
     def response_bytes_per_key(self) -> int:
         """Bytes of their conversations, at most."""
         return math.ceil(int(self.max_response_bytes) * self._per_key)
+
+    @property
+    def chats_per_key(self) -> int:
+        """Conversations of one API key, at most."""
+        return math.ceil(self.max_chats * self._per_key)
+
+    @property
+    def chat_bytes_per_key(self) -> int:
+        """Bytes of their documents, at most."""
+        return math.ceil(int(self.max_chat_bytes) * self._per_key)
 
     @property
     def _per_key(self) -> float:

@@ -35,9 +35,14 @@ STATELESS = frozenset(
         "/v1/messages/count_tokens",
         "/tokenize",
         "/detokenize",
+        "/api/chat",
+        "/api/generate",
+        "/api/show",
     }
 )
 """Paths of which a POST changes no session, branch or adapter, unless it names a ``session_id``."""
+CHATS = "/v1/chats/"
+"""What the conversations of the page at ``/`` are below, which are its own."""
 PORTS = {"http": 80, "https": 443}
 
 
@@ -72,7 +77,8 @@ class Sites:
                 code="origin_not_allowed",
             )
         reads_only = own and not self._allow_edits
-        if reads_only and scope["method"] not in READING and scope["path"] not in STATELESS:
+        path = scope["path"]
+        if reads_only and scope["method"] not in READING and path not in STATELESS and not path.startswith(CHATS):
             raise page_reads_only()
         return reads_only
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
@@ -39,6 +39,13 @@ T = TypeVar("T")
 @router.post("/v1/completions", tags=["OpenAI"], responses=STREAMED)
 async def completions(request: Request, body: CompletionRequest) -> Response:
     """Continue prompts."""
+    return await answer_completion(request, body)
+
+
+async def answer_completion(
+    request: Request, body: CompletionRequest, made: Callable[..., CompletionReply] | None = None
+) -> Response:
+    """Continue prompts. ``made`` makes the reply, a ``CompletionReply`` by default."""
     context: Context = request.app.state.context
     refuse_unsupported(body)
     if body.echo and context.llm.tokenizer is None:
@@ -68,7 +75,7 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
     found = await _encoded(context, request, prompts, fields)
     ids = [one.ids for one in found]
     await check_prompts(context, request, _named(ids, fields), params)
-    reply = CompletionReply(request, context, body, given, params, prompts)
+    reply = (made or CompletionReply)(request, context, body, given, params, prompts)
     reply.hints = hints
     salt = context.salt(request.state.owner, body.cache_salt)
     if prefetching:

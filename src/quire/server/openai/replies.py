@@ -45,6 +45,8 @@ class Reply(ABC):
     prefix: ClassVar[str]
     object: ClassVar[str]
     chunk_object: ClassVar[str]
+    stream_class: ClassVar[type[EventStream]] = EventStream
+    """How chunks are sent."""
     named_events: ClassVar[bool] = False
     """Whether the events of a stream have names: its chunks' types."""
 
@@ -182,7 +184,7 @@ async def answer(
             llm.stream(prompt, params, adapter=adapter, cache_salt=cache_salt, hints=hints, blend=blend)
             for prompt in prompts
         ]
-        return EventStream(reply.chunks(sources), sources, named=reply.named_events)
+        return reply.stream_class(reply.chunks(sources), sources, named=reply.named_events)
     outputs = llm.generate(list(prompts), params, adapter=adapter, cache_salt=cache_salt, hints=hints, blend=blend)
     return await _whole(reply, await unless_gone(request, outputs))
 

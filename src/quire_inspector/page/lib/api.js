@@ -74,22 +74,23 @@ export class Client {
   /**
    * Ask, and return the response once it is no refusal.
    * @param {string} method @param {string} path
-   * @param {{params?: object, body?: any, signal?: AbortSignal, key?: string, quiet?: boolean}} [options]
+   * @param {{params?: object, body?: any, file?: Blob, signal?: AbortSignal, key?: string, quiet?: boolean}} [options]
    *   key: instead of the tab's; quiet: nobody else hears of a problem
    * @returns {Promise<Response>}
    * @throws {ApiProblem} @throws {DOMException} AbortError
    */
-  async request(method, path, { params, body, signal, key = keyStore.get(), quiet = false } = {}) {
+  async request(method, path, { params, body, file, signal, key = keyStore.get(), quiet = false } = {}) {
     const headers = { accept: "application/json, text/event-stream" };
     if (key) headers.authorization = `Bearer ${key}`;
     if (body !== undefined) headers["content-type"] = "application/json";
+    if (file !== undefined) headers["content-type"] = "application/octet-stream";
     let problem;
     try {
       const response = await fetch(address(path, params), {
         method,
         headers,
         signal,
-        body: body === undefined ? undefined : JSON.stringify(body),
+        body: body === undefined ? file : JSON.stringify(body),
         cache: "no-store",
         credentials: "omit",
       });
@@ -104,6 +105,11 @@ export class Client {
     }
     if (!quiet) this.onProblem(problem);
     throw problem;
+  }
+
+  /** Send a file as it is. */
+  upload(path, file, params) {
+    return this.request("POST", path, { params, file });
   }
 
   async json(method, path, options) {

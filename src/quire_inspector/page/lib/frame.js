@@ -18,7 +18,7 @@ const CONNECTION = {
 };
 
 const GLOBAL_KEYS = [
-  ["1 … 5", "Go to a view"],
+  ["1 … 6", "Go to a view"],
   ["/", "Search in the view"],
   ["T", "Dark or light"],
   ["?", "This list"],

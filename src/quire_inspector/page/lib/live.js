@@ -30,6 +30,8 @@ export class Live {
     this.tries = 0;
     this.stop = new AbortController();
     this.wake = null;
+    /** Whether everything is to be fetched again, as under another key. */
+    this.anew = false;
   }
 
   /** Whether what is shown is a state file or a store: no model runs. */
@@ -55,6 +57,7 @@ export class Live {
   /** Start anew at once: after another key, or because the reader asked for it. */
   retry() {
     this.tries = 0;
+    this.anew = true;
     if (this.wake) this.wake();
     else this.stop.abort();
   }
@@ -118,7 +121,8 @@ export class Live {
 
   /** Say that the server is there. */
   arrived(state) {
-    const again = this.state === "lost" || this.state === "key";
+    const again = this.anew || this.state === "lost" || this.state === "key";
+    this.anew = false;
     this.tries = 0;
     this.set(state);
     if (again) this.emit("reconnected", this.overview);

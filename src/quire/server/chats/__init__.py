@@ -1,0 +1,1 @@
+"""Conversations of the page at ``/``: documents that its windows share. ``store``, ``routes``."""

@@ -1,0 +1,61 @@
+"""``/v1/chats``: conversations of the page at ``/``, kept for its next visit and other windows."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Request
+from pydantic import Field
+from starlette.responses import Response
+
+from quire.server.chats.store import Chats
+from quire.server.http.bodies import BodyRoute
+from quire.server.http.events import JsonAnswer
+from quire.server.sessions.bodies import StrictBody
+from quire.server.sessions.branch_routes import known_query
+
+router = APIRouter(route_class=BodyRoute, prefix="/v1/chats", tags=["chats"], dependencies=[Depends(known_query)])
+
+
+class ChatBody(StrictBody):
+    """``PUT /v1/chats/{id}``."""
+
+    title: Annotated[str, Field(max_length=256)] = ""
+    document: dict[str, Any]
+    """The conversation; only the page reads it."""
+    version: Annotated[int, Field(ge=0)] = 0
+    """The version that was read; 0: the conversation is new."""
+
+
+@router.get("")
+async def overview(request: Request) -> Response:
+    """List the conversations of this API key, the latest first, without their documents."""
+    return JsonAnswer({"object": "list", "data": [one.summary() for one in _chats(request).of(request.state.owner)]})
+
+
+@router.get("/{chat_id}")
+async def read(chat_id: str, request: Request) -> Response:
+    """Return a conversation: its summary, and its `document`."""
+    found = _chats(request).get(request.state.owner, chat_id)
+    head = JsonAnswer(found.summary()).body
+    body = bytes(head)[:-1] + b',"document":' + found.text + b"}"
+    return Response(body, media_type="application/json")
+
+
+@router.put("/{chat_id}")
+async def write(chat_id: str, body: ChatBody, request: Request) -> Response:
+    """Store a conversation. 409, `chat_changed`: another window has stored it since `version`."""
+    made = await _chats(request).put(request.state.owner, chat_id, body.title, body.document, body.version)
+    return JsonAnswer(made.summary())
+
+
+@router.delete("/{chat_id}")
+async def delete(chat_id: str, request: Request) -> Response:
+    """Forget a conversation."""
+    await _chats(request).delete(request.state.owner, chat_id)
+    return JsonAnswer({"id": chat_id, "object": "chat", "deleted": True})
+
+
+def _chats(request: Request) -> Chats:
+    chats: Chats = request.app.state.context.chats
+    return chats

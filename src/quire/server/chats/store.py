@@ -1,0 +1,159 @@
+"""The conversations that the page at ``/`` shows: a document of each, whose tree of messages only
+the page reads.
+
+A document has a version, so that two windows do not overwrite each other. With a ``--state-dir``
+documents are in its journal. Everything here runs on the server's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from quire.base.errors import NotDurable
+from quire.server.http.errors import ApiError, bad_field
+from quire.server.http.events import encode_json
+from quire.server.http.settings import ServerSettings
+from quire.server.sessions.keeper import hidden, is_hidden
+from quire.sessions.durable import KeptSessions
+from quire.store.journal import End, SessionRecord
+
+PREFIX = "chat-"
+"""How the ids of conversations begin, over HTTP and in the journal."""
+_ID = re.compile(r"chat-[0-9a-f]{32}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredChat:
+    """One version of a conversation."""
+
+    id: str
+    owner: str
+    title: str
+    version: int
+    """1 for the first."""
+    updated: float
+    """Unix time."""
+    text: bytes
+    """The document as JSON."""
+
+    def summary(self) -> dict[str, Any]:
+        """Return the entry of a list."""
+        head = {"id": self.id, "object": "chat", "title": self.title}
+        return {**head, "version": self.version, "updated": self.updated, "bytes": len(self.text)}
+
+
+class Chats:
+    """All conversations of a server."""
+
+    def __init__(self, settings: ServerSettings, kept: KeptSessions | None, owners: Iterable[str]) -> None:
+        """``kept``: the journal, None without one. ``owners``: digests of the API keys."""
+        self._settings = settings
+        self._kept = kept
+        self._owners = tuple(owners)
+        self._held: dict[str, StoredChat] = {}
+
+    def of(self, owner: str) -> list[StoredChat]:
+        """Return all conversations of an owner, the latest first."""
+        own = [one for one in self._held.values() if one.owner == owner]
+        return sorted(own, key=lambda one: one.updated, reverse=True)
+
+    def get(self, owner: str, name: str) -> StoredChat:
+        """Return a conversation. Raise ``ApiError`` 404 for an unknown one or another owner's."""
+        found = self._held.get(name)
+        if found is None or found.owner != owner:
+            raise ApiError(404, f"there is no conversation {name[:60]!r}; it may have been deleted", code="not_found")
+        return found
+
+    async def put(self, owner: str, name: str, title: str, document: dict[str, Any], version: int) -> StoredChat:
+        """Store a conversation that was read as ``version`` (0: it is new), and return it when it
+        is durable. Raise ``ApiError`` 400 for a bad id, 404 for one that was deleted, 409 if it was
+        changed meanwhile, 429 beyond the limits; ``NotDurable`` if it cannot be written, and then
+        it is as it was."""
+        if not _ID.fullmatch(name):
+            raise bad_field("id", f'an id is "{PREFIX}" and 32 hexadecimal digits; got {name[:60]!r}')
+        text = await asyncio.to_thread(encode_json, document)
+        before = self._held.get(name)
+        if before is not None and before.owner != owner:
+            raise bad_field("id", "this id is taken; make another one")
+        if before is None and version:
+            self.get(owner, name)
+        present = 0 if before is None else before.version
+        if present != version:
+            message = f"the conversation was changed meanwhile: its version is {present}, not {version}; read it again"
+            raise ApiError(409, message, param="version", code="chat_changed")
+        self._check_room(owner, before, len(text))
+        made = StoredChat(id=name, owner=owner, title=title, version=version + 1, updated=time.time(), text=text)
+        self._held[name] = made
+        if self._kept is not None:
+            try:
+                await asyncio.shield(asyncio.wrap_future(self._kept.writer.write(_record(made))))
+            except NotDurable:
+                if self._held.get(name) is made:
+                    self._restore(name, before)
+                raise
+        return made
+
+    async def delete(self, owner: str, name: str) -> None:
+        """Forget a conversation. Raise as ``get`` does, and ``NotDurable`` if the journal cannot
+        forget it; then it stays."""
+        before = self.get(owner, name)
+        del self._held[name]
+        if self._kept is not None:
+            try:
+                await asyncio.shield(asyncio.wrap_future(self._kept.writer.write(End(before.id))))
+            except NotDurable:
+                self._held[name] = before
+                raise
+
+    async def resume(self) -> None:
+        """Find the conversations in the journal whose owners have keys here."""
+        if self._kept is None:
+            return
+        journal = self._kept.journal
+        for record in await asyncio.to_thread(lambda: [one for one in journal.records() if one.id.startswith(PREFIX)]):
+            owner = next((one for one in self._owners if is_hidden(one, record.owner)), None)
+            if owner is None or record.chat is None:
+                continue
+            head, _, text = record.chat.partition("\n")
+            self._held[record.id] = StoredChat(id=record.id, owner=owner, text=text.encode(), **json.loads(head))
+
+    def _restore(self, name: str, before: StoredChat | None) -> None:
+        if before is None:
+            self._held.pop(name, None)
+        else:
+            self._held[name] = before
+
+    def _check_room(self, owner: str, before: StoredChat | None, size: int) -> None:
+        settings, own = self._settings, self.of(owner)
+        old = 0 if before is None else len(before.text)
+        advice = "delete some conversations, or export them first"
+        if before is None and len(own) >= settings.chats_per_key:
+            message = f"this server holds {settings.chats_per_key} conversations of yours at most; {advice}"
+            raise ApiError(429, message, code="storage_limit")
+        total = sum(len(one.text) for one in own)
+        if total - old + size > settings.chat_bytes_per_key:
+            most = settings.chat_bytes_per_key
+            message = (
+                f"the conversation's {size} bytes beside {total - old} of others are more than {most} bytes; {advice}"
+            )
+            raise ApiError(429, message, code="storage_limit")
+
+
+def _record(chat: StoredChat) -> SessionRecord:
+    head = json.dumps({"title": chat.title, "version": chat.version, "updated": chat.updated})
+    return SessionRecord(
+        id=chat.id,
+        model={},
+        tokens=np.array([], dtype=np.int64),
+        owner=hidden(chat.owner),
+        created=int(chat.updated),
+        chat=f"{head}\n{chat.text.decode()}",
+    )

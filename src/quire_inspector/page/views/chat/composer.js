@@ -1,0 +1,167 @@
+// Where messages are written: kept in the browser until they are sent, with files, for one branch or two.
+
+import { drafts } from "./kept.js";
+
+/** Characters of one file at most. */
+const LARGEST = 2_000_000;
+/** Characters of a pasted text from which it becomes a file. */
+const PASTED = 8_000;
+
+export class Composer {
+  /** @param {object} chat the view */
+  constructor(chat) {
+    this.chat = chat;
+    this.app = chat.app;
+    const { el, icon } = this.app;
+    this.files = [];
+    this.place = "";
+    this.area = el("textarea.textarea.ask", { rows: 1, placeholder: "Message", "aria-label": "Message", dir: "auto", "aria-describedby": "ask-hint" });
+    this.area.addEventListener("input", () => this.changed());
+    this.area.addEventListener("paste", (event) => this.pasted(event));
+    this.fileList = el("ul.ask-files", { "aria-label": "Attached files" });
+    this.input = el("input", { type: "file", multiple: true, hidden: true, tabindex: "-1", "aria-hidden": "true" });
+    this.input.addEventListener("change", () => this.attach([...this.input.files]));
+    this.count = el("select.select.small", { "aria-label": "Answers at once", title: "Answers at once" }, [1, 2, 3, 4, 6, 8].map((n) => el("option", { value: n }, n === 1 ? "1 answer" : `${n} answers`)));
+    this.sendButton = el("button.icon-button.send", { type: "submit", "aria-label": "Send", title: "Send (Enter)" }, icon("send"));
+    this.stopButton = el("button.icon-button.send.stop", { type: "button", hidden: true, "aria-label": "Stop", title: "Stop (Escape)", onclick: () => this.chat.stop() }, icon("stop"));
+    this.tokens = el("span.context");
+    this.element = el(
+      "form.ask-form",
+      { onsubmit: (event) => (event.preventDefault(), this.send()) },
+      this.fileList,
+      this.area,
+      el(
+        "div.ask-row",
+        {},
+        el("button.icon-button", { type: "button", "aria-label": "Attach text files", title: "Attach text files", onclick: () => this.input.click() }, icon("attach")),
+        this.input,
+        this.count,
+        this.tokens,
+        el("span.spacer"),
+        el("span.hint.sr-only", { id: "ask-hint" }, "Enter sends, Shift and Enter begins a line"),
+        this.stopButton,
+        this.sendButton,
+      ),
+    );
+    this.app.keys(this.area, {
+      Enter: (event) => (event.isComposing || this.isTouch ? false : this.send()),
+      "Control+Enter": () => this.send(),
+      Escape: () => this.chat.stop(),
+      ArrowUp: () => (this.area.value === "" ? this.chat.editLast() : false),
+    });
+    for (const name of ["dragover", "drop"]) {
+      this.element.addEventListener(name, (event) => {
+        if (![...(event.dataTransfer?.types ?? [])].includes("Files")) return;
+        event.preventDefault();
+        if (name === "drop") this.attach([...event.dataTransfer.files]);
+      });
+    }
+  }
+
+  /** On phones, Enter begins a line. */
+  get isTouch() {
+    return matchMedia("(pointer: coarse) and (max-width: 760px)").matches;
+  }
+
+  focus() {
+    this.area.focus();
+  }
+
+  /** Show what was typed for a conversation and not sent. */
+  open(place) {
+    this.place = place;
+    const draft = drafts.get(place);
+    this.area.value = draft.text;
+    this.files = draft.files ?? [];
+    this.drawFiles();
+    this.fit();
+  }
+
+  changed() {
+    this.fit();
+    this.save();
+  }
+
+  save() {
+    const kept = drafts.put(this.place, { text: this.area.value, files: this.files });
+    if (!kept && !this.warned) this.app.notify("The browser has no room to keep what you type; it is lost if the page is closed", "error");
+    this.warned = !kept;
+  }
+
+  fit() {
+    this.area.style.height = "auto";
+    this.area.style.height = `${Math.min(this.area.scrollHeight + 2, innerHeight * 0.4)}px`;
+  }
+
+  /** A long text that is pasted becomes a file, so that the message stays readable. */
+  pasted(event) {
+    const files = [...(event.clipboardData?.files ?? [])];
+    if (files.length) {
+      event.preventDefault();
+      void this.attach(files);
+      return;
+    }
+    const text = event.clipboardData?.getData("text/plain") ?? "";
+    if (text.length < PASTED) return;
+    event.preventDefault();
+    this.addFile(`pasted-${this.files.length + 1}.txt`, text);
+    this.app.announce("The pasted text is attached as a file");
+  }
+
+  async attach(files) {
+    this.input.value = "";
+    for (const file of files) {
+      const text = await file.text();
+      if (/\u0000|\ufffd{3}/.test(text.slice(0, 10_000))) this.app.notify(`${this.app.visible(file.name, 80)} is no text file`, "error");
+      else this.addFile(file.name, text);
+    }
+    this.focus();
+  }
+
+  addFile(name, text) {
+    if (text.length > LARGEST) {
+      this.app.notify(`${this.app.visible(name, 80)} has ${this.app.format.bytes(text.length)}; at most ${this.app.format.bytes(LARGEST)} can be attached`, "error");
+      return;
+    }
+    this.files.push({ name, text });
+    this.drawFiles();
+    this.save();
+  }
+
+  drawFiles() {
+    const { el, fill, icon, named, format } = this.app;
+    const remove = (at) => () => {
+      this.files.splice(at, 1);
+      this.drawFiles();
+      this.save();
+      this.focus();
+    };
+    fill(this.fileList, this.files.map(({ name, text }, at) => el("li.ask-file", {}, icon("attach"), named(name), el("span.hint", {}, format.bytes(text.length)), el("button.icon-button.small", { type: "button", "aria-label": `Remove ${this.app.visible(name, 60)}`, onclick: remove(at) }, icon("close")))));
+    this.fileList.hidden = !this.files.length;
+  }
+
+  send() {
+    const text = this.area.value.trim();
+    if (!text && !this.files.length) return;
+    if (this.app.connection === "lost") return void this.app.notify("The server cannot be reached. Your text is kept; send it when the server is back.", "error");
+    if (!this.chat.ask(text, this.files, Number(this.count.value))) return;
+    this.area.value = "";
+    this.files = [];
+    drafts.drop(this.place);
+    this.drawFiles();
+    this.fit();
+  }
+
+  /** Tell whether something runs, and how full the context is. */
+  state({ running, used, total, sides }) {
+    this.stopButton.hidden = !running;
+    this.sendButton.hidden = running;
+    this.area.placeholder = sides > 1 ? "Message to both branches" : "Message";
+    const { el, fill, format } = this.app;
+    if (!total) return fill(this.tokens);
+    const share = Math.min(1, used / total);
+    this.tokens.title = `${format.number(used)} of ${format.number(total)} tokens of the context are used; ${format.number(Math.max(0, total - used))} are left`;
+    this.tokens.classList.toggle("full", share > 0.9);
+    return fill(this.tokens, el("span.meter", { "aria-hidden": "true" }, el("span", { style: { width: `${share * 100}%` } })), el("span", {}, `${format.short(used)} / ${format.short(total)}`), el("span.sr-only", {}, " tokens of the context"));
+  }
+}

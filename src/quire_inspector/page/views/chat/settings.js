@@ -1,0 +1,158 @@
+// How answers are made: sampling with presets, the system message, thinking, a form, tools.
+
+const PRESETS = [
+  { name: "model", label: "The model's own", hint: "What the model's authors recommend.", values: {} },
+  { name: "precise", label: "Precise", hint: "Always the likeliest token: facts, code, extraction.", values: { temperature: 0 } },
+  { name: "balanced", label: "Balanced", hint: "Some choice among likely tokens.", values: { temperature: 0.7, top_p: 0.9 } },
+  { name: "creative", label: "Creative", hint: "More surprise, without the unlikeliest tokens: stories, ideas.", values: { temperature: 1.1, min_p: 0.05 } },
+];
+
+const FIELDS = [
+  { name: "temperature", label: "Temperature", min: 0, max: 100, step: 0.1, help: "0 takes the likeliest token each time. Higher values choose unlikely tokens more often." },
+  { name: "top_p", label: "Top p", min: 0, max: 1, step: 0.05, help: "Chooses among the likeliest tokens that together have this probability." },
+  { name: "top_k", label: "Top k", min: -1, step: 1, whole: true, help: "Chooses among this many of the likeliest tokens." },
+  { name: "min_p", label: "Min p", min: 0, max: 1, step: 0.01, help: "Leaves out tokens below this share of the likeliest token's probability." },
+  { name: "repetition_penalty", label: "Repetition penalty", min: 0.01, step: 0.05, help: "Above 1, tokens that occurred before become less likely." },
+  { name: "max_tokens", label: "Tokens at most", min: 1, step: 1, whole: true, help: "The answer ends there. Empty: what is left of the context." },
+  { name: "seed", label: "Seed", min: 0, step: 1, whole: true, help: "The same seed gives the same answer. Empty: another one each time." },
+];
+
+/** Return the name of the preset that has these values; "own" if none has. */
+function presetOf(sampling = {}) {
+  const chosen = Object.fromEntries(Object.entries(sampling).filter(([name]) => !["max_tokens", "seed", "stop"].includes(name)));
+  const same = (values) => Object.keys(values).length === Object.keys(chosen).length && Object.entries(values).every(([name, value]) => chosen[name] === value);
+  return PRESETS.find((one) => same(one.values))?.name ?? "own";
+}
+
+/** Return the fields of a request. Throws an Error that says which setting is wrong. */
+export function requestFields(settings) {
+  const found = { ...settings.sampling };
+  const stop = (settings.stop ?? "").split("\n").filter(Boolean);
+  if (stop.length) found.stop = stop;
+  if (settings.thinking === "on") found.enable_thinking = true;
+  else if (settings.thinking === "off") found.enable_thinking = false;
+  else if (settings.thinking) found.reasoning_effort = settings.thinking;
+  if (settings.schema?.trim()) {
+    const schema = parsed("The JSON schema", settings.schema, (value) => value && typeof value === "object" && !Array.isArray(value), "an object");
+    found.response_format = { type: "json_schema", json_schema: { name: "answer", schema } };
+  }
+  if (settings.tools?.trim()) {
+    const tools = parsed("The tools", settings.tools, Array.isArray, "a list");
+    found.tools = tools.map((tool) => (tool?.function ? tool : { type: "function", function: tool }));
+  }
+  return found;
+}
+
+function parsed(what, text, fits, kind) {
+  let value;
+  try {
+    value = JSON.parse(text);
+  } catch (error) {
+    throw new Error(`${what} cannot be read as JSON: ${error.message}. Mend or empty it in the settings.`);
+  }
+  if (!fits(value)) throw new Error(`${what} must be ${kind}. Mend or empty it in the settings.`);
+  return value;
+}
+
+/** Return whether a session of the server can hold such a conversation. */
+export function canBeHeld(settings) {
+  return !settings.thinking && !settings.tools?.trim();
+}
+
+const TOOL_EXAMPLE = '[{"name": "weather", "description": "The weather in a city", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}]';
+const SCHEMA_EXAMPLE = '{"type": "object", "properties": {"title": {"type": "string"}, "tags": {"type": "array", "items": {"type": "string"}}}, "required": ["title", "tags"]}';
+
+/** The form of all settings. `changed(settings)` is called at each change. */
+export class SettingsForm {
+  constructor(app, changed) {
+    this.app = app;
+    this.changed = changed;
+    this.settings = {};
+    this.element = app.el("form.chat-settings", { onsubmit: (event) => event.preventDefault(), "aria-label": "Settings of the conversation" });
+  }
+
+  show(settings, { system }) {
+    this.settings = structuredClone(settings);
+    const { el, fill } = this.app;
+    const s = this.settings;
+    s.sampling ??= {};
+    fill(
+      this.element,
+      this.area("system", "System message", { value: system, rows: 3, help: "What the model is told before the first message. A change begins a new branch from the start." }),
+      el("fieldset", {}, el("legend", {}, "Sampling"), this.presets(), el("div.fields", {}, FIELDS.map((field) => this.number(field)))),
+      this.area("stop", "Stop texts", { value: s.stop ?? "", rows: 1, help: "The answer ends before one of these, a line each." }),
+      this.thinking(),
+      this.area("schema", "JSON schema", { value: s.schema ?? "", rows: 3, mono: true, example: SCHEMA_EXAMPLE, help: "The answer is JSON that fits this schema." }),
+      this.area("tools", "Tools", { value: s.tools ?? "", rows: 3, mono: true, example: TOOL_EXAMPLE, help: "Functions that the model may call, as a JSON list. You write their results." }),
+      this.hold(),
+    );
+  }
+
+  note(name, value) {
+    if (value === undefined || value === "") delete this.settings[name];
+    else this.settings[name] = value;
+    this.changed(this.settings, name);
+  }
+
+  presets() {
+    const { el } = this.app;
+    const chosen = presetOf(this.settings.sampling);
+    const hint = el("p.hint", {}, PRESETS.find((one) => one.name === chosen)?.hint ?? "Values of your own.");
+    const button = (preset) =>
+      el("button.button.small", { type: "button", "aria-pressed": String(preset.name === chosen), onclick: () => this.take(preset) }, preset.label);
+    return el("div.presets", { role: "group", "aria-label": "Presets" }, el("div.preset-buttons", {}, PRESETS.map(button)), hint);
+  }
+
+  take(preset) {
+    const { max_tokens, seed } = this.settings.sampling;
+    const kept = Object.fromEntries(Object.entries({ max_tokens, seed }).filter(([, value]) => value !== undefined));
+    this.note("sampling", { ...preset.values, ...kept });
+    this.show(this.settings, { system: this.element.querySelector("[name=system]").value });
+    this.element.querySelector(".presets [aria-pressed=true]")?.focus();
+  }
+
+  number({ name, label, min, max, step, whole, help }) {
+    const { el } = this.app;
+    const id = `setting-${name}`;
+    const input = el("input.input", { id, name, type: "number", min, max, step, inputmode: whole ? "numeric" : "decimal", value: this.settings.sampling[name] ?? "", placeholder: "default", "aria-describedby": `${id}-help` });
+    input.addEventListener("change", () => {
+      const { sampling } = this.settings;
+      const value = input.value.trim() === "" ? undefined : Number(input.value);
+      input.setAttribute("aria-invalid", String(input.validity.badInput || (value !== undefined && whole && !Number.isInteger(value))));
+      if (input.getAttribute("aria-invalid") === "true") return;
+      if (value === undefined) delete sampling[name];
+      else sampling[name] = value;
+      this.note("sampling", { ...sampling });
+      this.element.querySelector(".presets").replaceWith(this.presets());
+    });
+    return el("div.setting", {}, el("label", { for: id }, label), input, el("p.hint", { id: `${id}-help` }, help));
+  }
+
+  area(name, label, { value, rows, help, mono = false, example = "" }) {
+    const { el } = this.app;
+    const id = `setting-${name}`;
+    const area = el("textarea.textarea", { id, name, rows, value, class: mono ? "mono" : "", spellcheck: mono ? "false" : "true", dir: mono ? "ltr" : "auto", "aria-describedby": `${id}-help` });
+    area.addEventListener("change", () => this.note(name, area.value));
+    const fillIn = example && el("button.button.small", { type: "button", onclick: () => ((area.value = JSON.stringify(JSON.parse(example), null, 2)), this.note(name, area.value)) }, "Example");
+    return el("div.setting.wide", {}, el("div.setting-head", {}, el("label", { for: id }, label), fillIn), area, el("p.hint", { id: `${id}-help` }, help));
+  }
+
+  thinking() {
+    const { el } = this.app;
+    const options = [["", "as the model does by itself"], ["on", "on"], ["off", "off"], ["low", "low effort"], ["medium", "medium effort"], ["high", "high effort"]];
+    const select = el("select.select", { id: "setting-thinking", "aria-describedby": "setting-thinking-help" }, options.map(([value, label]) => el("option", { value, selected: value === (this.settings.thinking ?? "") }, label)));
+    select.addEventListener("change", () => this.note("thinking", select.value));
+    return el("div.setting.wide", {}, el("label", { for: "setting-thinking" }, "Thinking"), select, el("p.hint", { id: "setting-thinking-help" }, "Some models think before they answer; the server says if this one cannot be told so."));
+  }
+
+  hold() {
+    const { el, overview } = this.app;
+    const off = !overview?.allow_edits;
+    const box = el("input", { type: "checkbox", id: "setting-hold", checked: !off && this.settings.hold !== false, disabled: off, "aria-describedby": "setting-hold-help" });
+    box.addEventListener("change", () => this.note("hold", box.checked ? undefined : false));
+    const why = off
+      ? "The server was started without --allow-edits. Branches then find their beginning in the prefix cache."
+      : "Each answer is a session that shares its pages with the others; see History. Without it, and with tools or thinking, branches find their beginning in the prefix cache.";
+    return el("div.setting.wide", {}, el("div.check", {}, box, el("label", { for: "setting-hold" }, "Hold branches as sessions")), el("p.hint", { id: "setting-hold-help" }, why));
+  }
+}

@@ -1,0 +1,662 @@
+"""The Chat view: stories of people who talk to a model, branch, compare, and come back."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.inspector.conftest import Visit, engine
+from tests.inspector.page_use import close_all, expect, findings, sideways, told
+from tests.inspector.test_comebacks import free_port
+from tests.inspector.test_shell import HOSTILE
+from tests.server.conftest import OPTIONS, Served, serving, shallow_copy, wait_for
+from tests.server.killable import killable
+
+from quire.server.http.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Locator, Page
+
+SHORT = {"sampling": {"max_tokens": 12, "temperature": 0}}
+TEXT = """## A heading
+
+For $ax^2 + bx = 0$ and \\(\\vec{v}\\), which cost $5 and $6:
+
+$$x = \\frac{-b}{2a} \\overbrace{a+b}^n \\xrightarrow{f}$$
+
+```python
+def add(a: int) -> int:  # adds
+    return a + 1
+```
+
+| case | roots |
+|---|---:|
+| one | 2 |
+
+1. First
+   - nested **bold** and `inline`
+2. [link](https://example.org/a) ![picture](https://example.org/x.png)
+"""
+
+
+def begin(page: Page, **settings: Any) -> None:
+    """Let answers be short, and the same each time."""
+    page.evaluate("(value) => localStorage.setItem('quire.habits', value)", json.dumps({**SHORT, **settings}))
+    page.reload()
+    expect(page.get_by_text("What shall we talk about?")).to_be_visible()
+
+
+def field(page: Page) -> Locator:
+    return page.get_by_label("Message", exact=True)
+
+
+def settled(page: Page) -> None:
+    """Wait until no answer is under way."""
+    expect(page.get_by_role("button", name="Send", exact=True)).to_be_visible()
+    expect(page.locator("article[aria-busy=true]")).to_have_count(0)
+
+
+def ask(page: Page, text: str) -> None:
+    before = page.locator("article.role-assistant").count()
+    field(page).fill(text)
+    field(page).press("Enter")
+    expect(page.locator("article.role-assistant")).not_to_have_count(before)
+    settled(page)
+
+
+def answers(page: Page) -> Locator:
+    return page.locator("article.role-assistant")
+
+
+def questions(page: Page) -> Locator:
+    return page.locator("article.role-user")
+
+
+def figure(message: Locator, label: str) -> int:
+    """A number of the bar below an answer."""
+    row = message.locator(".why-row")
+    expect(row).to_be_visible()
+    found = re.search(rf"([\d,]+)\s+{label}", row.inner_text())
+    assert found is not None, row.inner_text()
+    return int(found[1].replace(",", ""))
+
+
+def tree(page: Page) -> Any:
+    """The messages of the conversation that is shown, as the server has them."""
+    name = page.evaluate("new URLSearchParams(location.hash.split('?')[1]).get('id')")
+    found: dict[str, Any] = {}
+
+    def stored() -> bool:
+        listed = page.evaluate("() => fetch('/v1/chats').then((one) => one.json())")["data"]
+        if name not in [one["id"] for one in listed]:
+            return False
+        answer = page.evaluate("(url) => fetch(url).then((one) => one.json())", f"/v1/chats/{name}")
+        found.update(answer["document"]["nodes"])
+        return not any(node.get("pending") for node in found.values())
+
+    page.wait_for_timeout(700)
+    wait_for(stored)
+    return found
+
+
+def menu(page: Page, message: Locator, item: str) -> None:
+    message.focus()
+    page.keyboard.press("m")
+    page.get_by_role("dialog").get_by_role("button", name=item).click()
+
+
+def bring(page: Page, tmp_path: Path, messages: Any) -> None:
+    """Import a conversation."""
+    file = tmp_path / "brought.json"
+    file.write_text(json.dumps(messages))
+    page.locator("input[accept]").set_input_files(file)
+
+
+# -- talking ---------------------------------------------------------------------------------------
+
+
+def test_a_conversation(visit: Visit, inspected: Served) -> None:
+    with visit(inspected.url) as (page, watch):
+        begin(page)
+        expect(page.get_by_role("link", name="Chat")).to_have_attribute("aria-current", "page")
+        ask(page, "def add(a, b):\n    return")
+        ask(page, "and sub?")
+        expect(answers(page)).to_have_count(2)
+        first, second = answers(page).all()
+        assert figure(first, "written") == 12
+        assert figure(second, "reused") >= 12, "the first question and its answer"
+        expect(page.locator(".context")).to_contain_text("tokens of the context")
+        expect(page.get_by_role("navigation", name="Conversations")).to_contain_text("def add(a, b):")
+        second.locator(".why-row").click()
+        expect(second.locator(".why-more")).to_contain_text("tokens of the prompt whose state was there")
+        page.reload()
+        expect(answers(page)).to_have_count(2)
+        needless = re.compile("vendor/(d3|uPlot|katex)")
+        assert not any(needless.search(one) for one in watch.requests), "what is not needed is not loaded"
+    close_all(inspected.client)
+
+
+def test_other_views_look_the_same_behind_it(visit: Visit, inspected: Served) -> None:
+    with visit(inspected.url) as (page, _):
+        begin(page)
+        ask(page, "x")
+        page.get_by_role("navigation", name="Views").get_by_role("link", name="History").click()
+        rows = page.get_by_role("treeitem")
+        expect(rows.first).to_be_visible()
+        assert rows.first.evaluate("one => getComputedStyle(one).display") == "grid", "each view has styles of its own"
+        page.get_by_role("navigation", name="Views").get_by_role("link", name="Chat").click()
+        expect(answers(page)).to_have_count(1)
+    close_all(inspected.client)
+
+
+def test_an_answer_goes_on_while_another_view_is_shown(visit: Visit, inspected: Served) -> None:
+    with visit(inspected.url) as (page, _):
+        begin(page, sampling={"temperature": 0, "max_tokens": 400})
+        field(page).fill("class Queue:")
+        field(page).press("Enter")
+        expect(answers(page).first.locator(".markdown")).not_to_be_empty()
+        page.get_by_role("navigation", name="Views").get_by_role("link", name="History").click()
+        page.wait_for_selector(".view-history")
+        page.get_by_role("navigation", name="Views").get_by_role("link", name="Chat").click()
+        settled(page)
+        assert figure(answers(page).last, "written") > 100
+        page.get_by_role("button", name=re.compile("^More about")).first.click()
+        page.get_by_role("dialog").get_by_role("button", name="Delete").click()
+        page.get_by_role("dialog").get_by_role("button", name="Delete").click()
+        wait_for(lambda: told(inspected.client, "/v1/sessions")["data"] == [])
+
+
+def test_a_page_that_may_not_edit_chats_too(visit: Visit, looked_at: Served) -> None:
+    with visit(looked_at.url) as (page, watch):
+        begin(page)
+        ask(page, "x = 1")
+        ask(page, "y = 2")
+        # The answer is tokenised anew, and may begin otherwise than it was written.
+        assert figure(answers(page).last, "reused") >= 8, "the prefix cache has the first question"
+        assert not any("/v1/sessions" in one for one in watch.requests)
+        answers(page).last.focus()
+        page.keyboard.press("m")
+        expect(page.get_by_role("dialog").get_by_role("button", name="Commit")).to_be_disabled()
+        page.keyboard.press("Escape")
+    assert told(looked_at.client, "/v1/sessions")["data"] == []
+
+
+def test_a_model_without_a_template_has_the_playground(visit: Visit, tmp_path: Path) -> None:
+    shallow_copy(tmp_path / "bare", "chat_template*")
+    config = tmp_path / "bare" / "tokenizer_config.json"
+    fields = json.loads(config.read_text())
+    fields.pop("chat_template", None)
+    config.write_text(json.dumps(fields))
+    with engine(tmp_path / "bare") as llm, serving(llm) as served, visit(served.url) as (page, _):
+        expect(page.get_by_role("link", name="Playground")).to_have_attribute("aria-current", "page")
+
+
+def test_stop_keeps_what_was_written_and_continue_goes_on(visit: Visit, inspected: Served) -> None:
+    with visit(inspected.url) as (page, _):
+        begin(page, sampling={"temperature": 0, "max_tokens": 2000})
+        field(page).fill("class Stack:")
+        field(page).press("Enter")
+        expect(answers(page).first.locator(".markdown")).not_to_be_empty()
+        page.keyboard.press("Escape")
+        settled(page)
+        expect(answers(page).first.locator(".why-row")).to_contain_text("stopped")
+        (before,) = [one["content"] for one in tree(page).values() if one["role"] == "assistant"]
+        answers(page).first.get_by_role("button", name="Continue").click()
+        wait_for(lambda: page.get_by_role("button", name="Stop", exact=True).count() > 0)
+        page.wait_for_timeout(200)
+        page.keyboard.press("Escape")
+        settled(page)
+        (after,) = [one["content"] for one in tree(page).values() if one["role"] == "assistant"]
+        assert after.startswith(before)
+        assert len(after) > len(before)
+    close_all(inspected.client)
+
+
+# -- branches --------------------------------------------------------------------------------------
+
+
+def test_editing_a_message_forks_there(visit: Visit, inspected: Served) -> None:
+    with visit(inspected.url) as (page, _):
+        begin(page)
+        for number in range(3):
+            ask(page, f"question {number}")
+        nodes = tree(page)
+        first = next(one for one in nodes.values() if one["role"] == "assistant")
+        held = first["usage"]["prompt"]
+        questions(page).nth(1).focus()
+        page.keyboard.press("e")
+        page.get_by_label("The message").fill("another question")
+        page.keyboard.press("Control+Enter")
+        settled(page)
+        expect(answers(page)).to_have_count(2)
+        expect(questions(page).nth(1).locator(".sibling-count")).to_have_text("2/2")
+        # Nothing before the message runs again. What a weak model writes may be tokenised otherwise
+        # in later prompts, so the first question is sure.
+        assert figure(answers(page).last, "reused") >= held - 1
+        page.get_by_role("button", name="Earlier branch").click()
+        expect(answers(page)).to_have_count(3)
+        expect(questions(page).nth(1)).to_contain_text("question 1")
+        page.keyboard.press("ArrowRight")
+        expect(questions(page).nth(1)).to_contain_text("another question")
+        made = tree(page)
+        assert len(made) == 8
+        sessions = {one["id"]: one for one in told(inspected.client, "/v1/sessions")["data"]}
+        assert first["session"]["id"] in {one["parent"] for one in sessions.values()}, "a fork of its session"
+        page.get_by_role("button", name="Branches", exact=True).click()
+        expect(page.get_by_role("treeitem")).to_have_count(8)
+        page.get_by_role("treeitem", name="You: question 2").click()
+        expect(answers(page)).to_have_count(3)
+    close_all(inspected.client)
+
+
+def test_several_answers_to_choose_from(visit: Visit, inspected: Served) -> None:
+    with visit(inspected.url) as (page, _):
+        begin(page, sampling={"max_tokens": 8, "temperature": 1, "seed": 1})
+        ask(page, "x")
+        page.get_by_label("Answers at once").select_option("3")
+        field(page).fill("choose")
+        field(page).press("Enter")
+        settled(page)
+        box = page.get_by_role("region", name="3 answers to choose from")
+        expect(box.locator("article")).to_have_count(3)
+        texts = box.locator(".markdown").all_inner_texts()
+        assert len(set(texts)) > 1, "each has a seed of its own"
+        tree(page)
+        page.reload()
+        expect(box.locator("article")).to_have_count(3)
+        box.get_by_role("button", name="Take answer 2").click()
+        expect(box).to_have_count(0)
+        expect(answers(page).last.locator(".sibling-count")).to_have_text("2/3")
+        assert answers(page).last.locator(".markdown").inner_text() == texts[1]
+        menu(page, answers(page).last, "Delete from here on")
+        expect(page.locator(".sibling-count")).to_have_text(re.compile("/2"))
+        assert sum(one.get("removed", False) for one in tree(page).values()) == 1
+    close_all(inspected.client)
+
+
+def test_two_branches_get_one_question(visit: Visit, inspected: Served) -> None:
+    with visit(inspected.url) as (page, _):
+        begin(page)
+        ask(page, "one")
+        answers(page).last.focus()
+        page.keyboard.press("r")
+        settled(page)
+        menu(page, answers(page).last, "Compare with the branch beside")
+        expect(page.locator(".thread")).to_have_count(2)
+        field(page).fill("to both")
+        field(page).press("Enter")
+        settled(page)
+        for thread in page.locator(".thread").all():
+            expect(thread.locator("article")).to_have_count(4)
+            expect(thread).to_contain_text("to both")
+        page.reload()
+        expect(page.locator(".thread")).to_have_count(2)
+        page.get_by_role("button", name="Close this branch").click()
+        expect(page.locator(".thread")).to_have_count(1)
+    close_all(inspected.client)
+
+
+def test_going_back_leaves_a_branch_beside(visit: Visit, inspected: Served) -> None:
+    with visit(inspected.url) as (page, _):
+        begin(page)
+        for number in range(3):
+            ask(page, f"question {number}")
+        page.get_by_role("button", name="Branches", exact=True).click()
+        slider = page.get_by_label("Rewind")
+        slider.focus()
+        page.keyboard.press("ArrowLeft")
+        page.keyboard.press("ArrowLeft")
+        expect(answers(page)).to_have_count(2)
+        ask(page, "otherwise")
+        expect(questions(page).last.locator(".sibling-count")).to_have_text("2/2")
+        assert len(tree(page)) == 8
+    close_all(inspected.client)
+
+
+@pytest.mark.parametrize(("button", "mode"), [("Keep what follows", "exact"), ("Keep it, blended", "blend")])
+def test_an_edit_in_the_middle(button: str, mode: str, visit: Visit, inspected: Served) -> None:
+    with visit(inspected.url) as (page, _):
+        begin(page)
+        ask(page, "a first question about apples")
+        # So long that blending pays: below 256 tokens everything is computed in full.
+        ask(page, "second " + "tell me more of it " * 100)
+        kept = answers(page).last.locator(".markdown").inner_text()
+        questions(page).first.focus()
+        page.keyboard.press("e")
+        page.get_by_label("The message").fill("a first question about pears")
+        page.get_by_role("button", name=button).click()
+        expect(page.locator("#toasts")).to_contain_text("Edited in the middle")
+        expect(questions(page).first).to_contain_text("pears")
+        assert answers(page).last.locator(".markdown").inner_text() == kept
+        held = [one for one in tree(page).values() if one.get("copied") and one.get("session")]
+        assert [one["session"]["exact"] for one in held] == [mode == "exact"]
+        ask(page, "third")
+        assert figure(answers(page).last, "reused") > 256, "the session of the edit is continued"
+    close_all(inspected.client)
+
+
+# -- coming back -----------------------------------------------------------------------------------
+
+
+def test_two_windows_share_a_conversation(visit: Visit, inspected: Served) -> None:
+    with visit(inspected.url) as (page, watch):
+        watch.allow("404")
+        begin(page)
+        ask(page, "from the first window")
+        tree(page)
+        other = page.context.new_page()
+        other.goto(page.url)
+        expect(answers(other)).to_have_count(1)
+        ask(other, "from the second window")
+        expect(questions(page).filter(has_text="from the second window")).to_have_count(0)
+        page.get_by_role("button", name="Branches", exact=True).click()
+        expect(page.get_by_role("treeitem", name="You: from the second window")).to_be_visible()
+        other.get_by_role("button", name=re.compile("^More about")).first.click()
+        other.get_by_role("dialog").get_by_role("button", name="Delete").click()
+        other.get_by_role("dialog").get_by_role("button", name="Delete").click()
+        expect(page.get_by_text("Another window has deleted this conversation")).to_be_visible()
+        expect(answers(page)).to_have_count(1)
+        page.get_by_role("button", name="Keep it").click()
+        assert len(tree(page)) == 4
+    close_all(inspected.client)
+
+
+def test_keys_do_not_see_each_others_conversations(visit: Visit, inspected: Served) -> None:
+    settings = ServerSettings(api_key=("first-key", "second-key"), allow_edits=True)
+    with serving(inspected.llm, settings, authorization="Bearer first-key") as served:
+        with visit(f"{served.url}/#key=first-key") as (page, _):
+            begin(page)
+            ask(page, "of the first key")
+            page.wait_for_timeout(1000)
+            page.get_by_role("button", name="API key").click()
+            page.get_by_role("dialog").get_by_label("Key of this server").fill("second-key")
+            page.get_by_role("dialog").get_by_role("button", name="Connect").click()
+            expect(page.get_by_text("What shall we talk about?")).to_be_visible()
+            expect(page.get_by_role("navigation", name="Conversations")).not_to_contain_text("of the first key")
+            page.wait_for_timeout(5000)
+            theirs = {"authorization": "Bearer second-key"}
+            assert served.client.get("/v1/chats", headers=theirs).json()["data"] == []
+            assert len(told(served.client, "/v1/chats")["data"]) == 1
+        close_all(served.client)
+
+
+def test_a_killed_server_comes_back(visit: Visit, chat_folder: Path, tmp_path: Path) -> None:
+    port = free_port()
+    options = {**OPTIONS, "state_dir": tmp_path / "state"}
+    settings = {"allow_edits": True}
+    with (
+        killable(chat_folder, tmp_path / "first", options=options, port=port, **settings) as first,
+        visit(first.url) as (page, watch),
+    ):
+        watch.allow("ERR_", "Failed to load resource", "net::")
+        begin(page)
+        ask(page, "before the end")
+        answer = answers(page).last.locator(".markdown").inner_text()
+        tree(page)
+        first.kill()
+        expect(page.locator("#banner")).to_be_visible()
+        field(page).fill("typed while it was away")
+        field(page).press("Enter")
+        expect(page.locator("#toasts")).to_contain_text("Your text is kept")
+        expect(field(page)).to_have_value("typed while it was away")
+        with killable(chat_folder, tmp_path / "second", options=options, port=port, **settings):
+            expect(page.locator("#banner")).to_be_hidden()
+            page.reload()
+            expect(field(page)).to_have_value("typed while it was away")
+            assert answers(page).last.locator(".markdown").inner_text() == answer
+            field(page).press("Enter")
+            settled(page)
+            expect(answers(page)).to_have_count(2)
+            assert any(one.endswith("/fork") for one in watch.requests), "its session is there again"
+
+
+def test_typed_text_is_kept_until_it_is_sent(visit: Visit, inspected: Served) -> None:
+    with visit(inspected.url) as (page, _):
+        begin(page)
+        field(page).fill("not sent yet")
+        page.reload()
+        expect(field(page)).to_have_value("not sent yet")
+        ask(page, "sent")
+        expect(field(page)).to_have_value("")
+        questions(page).first.focus()
+        page.keyboard.press("e")
+        page.get_by_label("The message").fill("half an edit")
+        page.reload()
+        expect(field(page)).to_have_value("")
+        questions(page).first.focus()
+        page.keyboard.press("e")
+        expect(page.get_by_label("The message")).to_have_value("half an edit")
+    close_all(inspected.client)
+
+
+# -- what goes wrong -------------------------------------------------------------------------------
+
+
+def test_a_pasted_megabyte_is_a_file_and_nothing_is_lost(visit: Visit, inspected: Served) -> None:
+    with visit(inspected.url) as (page, watch):
+        watch.allow("400")
+        begin(page)
+        field(page).focus()
+        page.evaluate(
+            """() => { const data = new DataTransfer(); data.setData("text/plain", "word ".repeat(200000));
+            document.activeElement.dispatchEvent(new ClipboardEvent("paste", {clipboardData: data, bubbles: true, cancelable: true})); }"""
+        )
+        expect(page.get_by_role("list", name="Attached files")).to_contain_text("pasted-1.txt")
+        field(page).fill("What is in it?")
+        field(page).press("Enter")
+        error = answers(page).last.get_by_role("alert")
+        expect(error).to_contain_text("maximum context length")
+        expect(error).to_contain_text("take files out")
+        expect(questions(page).last).to_contain_text("pasted-1.txt")
+        questions(page).last.focus()
+        page.keyboard.press("e")
+        expect(page.get_by_label("The message")).to_have_value("What is in it?")
+    close_all(inspected.client)
+
+
+def test_a_wrong_schema_says_where_to_mend_it(visit: Visit, inspected: Served) -> None:
+    with visit(inspected.url) as (page, _):
+        begin(page, schema="{oops")
+        field(page).fill("x")
+        field(page).press("Enter")
+        expect(answers(page).last.get_by_role("alert")).to_contain_text("The JSON schema cannot be read as JSON")
+        page.get_by_role("button", name="Settings", exact=True).click()
+        page.get_by_label("JSON schema").fill(
+            '{"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}'
+        )
+        page.get_by_label("JSON schema").press("Tab")
+        answers(page).last.get_by_role("button", name="Try again").click()
+        settled(page)
+        expect(answers(page).last.locator(".markdown")).to_have_text('{"a":1}')
+        expect(answers(page)).to_have_count(1)
+    close_all(inspected.client)
+
+
+def test_a_session_that_is_gone_costs_nothing_but_time(visit: Visit, inspected: Served) -> None:
+    with visit(inspected.url) as (page, watch):
+        watch.allow("404")
+        begin(page)
+        ask(page, "one")
+        tree(page)
+        close_all(inspected.client)
+        ask(page, "two")
+        expect(page.locator(".message-error:not([hidden])")).to_have_count(0)
+        expect(answers(page)).to_have_count(2)
+    close_all(inspected.client)
+
+
+def test_what_others_wrote_is_text(visit: Visit, inspected: Served, tmp_path: Path) -> None:
+    with visit(inspected.url) as (page, _):
+        begin(page)
+        marked = "\n\n".join(
+            [*HOSTILE, "[x](javascript:alert(1))", "[y](data:text/html,x)", "$\\href{javascript:alert(1)}{z}$"]
+        )
+        said = [
+            {"role": "user", "content": marked},
+            {"role": "assistant", "content": marked, "reasoning_content": marked},
+        ]
+        bring(page, tmp_path, [{"role": "system", "content": marked}, *said])
+        expect(answers(page)).to_have_count(1)
+        page.wait_for_timeout(500)
+        assert (
+            page.evaluate("document.querySelectorAll('.messages :is(img, script, iframe, svg:not(.icon))').length") == 0
+        )
+        assert (
+            page.evaluate(
+                "[...document.querySelectorAll('.messages a')].filter((one) => !/^https?:/.test(one.href)).length"
+            )
+            == 0
+        )
+        page.get_by_role("button", name="Branches", exact=True).click()
+        expect(page.get_by_role("treeitem")).to_have_count(3)
+        assert findings(page) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("{", "no JSON"),
+        ('{"a": 1}', "holds no conversation"),
+        ('[{"role": "wizard", "content": "x"}]', 'the role "wizard"'),
+        ('[{"role": "user", "content": [{"type": "image_url"}]}]', "message 1 has a part that is no text"),
+    ],
+)
+def test_a_file_that_is_no_conversation(
+    content: str, said: str, visit: Visit, inspected: Served, tmp_path: Path
+) -> None:
+    with visit(inspected.url) as (page, _):
+        begin(page)
+        (tmp_path / "wrong.json").write_text(content)
+        page.locator("input[accept]").set_input_files(tmp_path / "wrong.json")
+        expect(page.locator("#toasts")).to_contain_text(said)
+
+
+# -- how it looks ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", ["dark", "light"])
+def test_markdown_code_and_mathematics(scheme: str, visit: Visit, inspected: Served, tmp_path: Path) -> None:
+    with visit(inspected.url, color_scheme=scheme) as (page, _):
+        begin(page)
+        calls = [{"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city":"Rome"}'}}]
+        messages = [
+            {"role": "user", "content": "explain"},
+            {"role": "assistant", "content": TEXT, "reasoning_content": "first think"},
+            {"role": "user", "content": "weather?"},
+            {"role": "assistant", "content": "", "tool_calls": calls},
+        ]
+        bring(page, tmp_path, {"messages": messages})
+        message = answers(page).first
+        expect(message.locator(".katex").first).to_be_attached()
+        expect(message.locator("code .hl-keyword").first).to_have_text("def")
+        assert message.locator(".math").count() == 3, "amounts of money are no formulas"
+        assert message.locator("table td").all_inner_texts() == ["one", "2"]
+        assert message.locator("ol > li > ul > li strong").inner_text() == "bold"
+        assert message.locator("a").evaluate_all("all => all.map((one) => one.href)") == [
+            "https://example.org/a",
+            "https://example.org/x.png",
+        ]
+        expect(message.locator(".thoughts-text")).to_be_hidden()
+        message.get_by_text("Thoughts").click()
+        expect(message.locator(".thoughts-text")).to_have_text("first think")
+        expect(answers(page).last.locator(".call")).to_contain_text("Calls weather")
+        expect(page.get_by_label("Result of weather")).to_be_visible()
+        assert findings(page) == []
+
+
+def test_right_to_left(visit: Visit, inspected: Served, tmp_path: Path) -> None:
+    with visit(inspected.url) as (page, _):
+        begin(page)
+        bring(
+            page, tmp_path, [{"role": "user", "content": "مرحبا"}, {"role": "assistant", "content": "السلام\n\nhello"}]
+        )
+        shown = answers(page).first.locator(".markdown > p")
+        expect(shown).to_have_count(2)
+        assert [one.evaluate("one => getComputedStyle(one).direction") for one in shown.all()] == ["rtl", "ltr"]
+
+
+@pytest.mark.parametrize("width", [360, 2560])
+def test_small_and_large_screens(width: int, visit: Visit, inspected: Served, tmp_path: Path) -> None:
+    with visit(inspected.url, viewport={"width": width, "height": 740}) as (page, _):
+        begin(page)
+        bring(page, tmp_path, [{"role": "user", "content": "w" * 400}, {"role": "assistant", "content": TEXT}])
+        expect(answers(page).first.locator(".katex").first).to_be_attached()
+        assert sideways(page) == []
+        for name in ("Branches", "Settings", "Conversations"):
+            page.locator(".chat-head").get_by_role("button", name=name, exact=True).click(force=width > 999)
+            page.wait_for_timeout(100)
+            assert sideways(page) == []
+            assert findings(page) == []
+            page.keyboard.press("Escape")
+
+
+def test_exports_can_be_imported(visit: Visit, inspected: Served, tmp_path: Path) -> None:
+    def saved(page: Page, item: str) -> Path:
+        with page.expect_download() as found:
+            page.get_by_role("button", name="Export and more").click()
+            page.get_by_role("dialog").get_by_role("button", name=item).click()
+        path = tmp_path / found.value.suggested_filename
+        found.value.save_as(path)
+        return path
+
+    with visit(inspected.url) as (page, _):
+        begin(page)
+        ask(page, "one")
+        ask(page, "two")
+        answers(page).last.focus()
+        page.keyboard.press("r")
+        settled(page)
+        shown = page.locator(".messages .markdown").all_inner_texts()
+        assert saved(page, "Branch as Markdown").read_text().startswith("# one\n\n## You\n\none\n")
+        files = [saved(page, item) for item in ("Branch as messages", "All branches")]
+        state = saved(page, "Branch as a state file")
+        assert [one["role"] for one in json.loads(files[0].read_text())["messages"]] == ["user", "assistant"] * 2
+        for file, count in zip(files, (0, 1), strict=True):
+            page.locator("input[accept]").set_input_files(file)
+            expect(page.locator(".sibling-count")).to_have_count(count)
+            assert page.locator(".messages .markdown").all_inner_texts() == shown
+        page.locator("input[accept]").set_input_files(state)
+        expect(answers(page)).to_have_count(1)
+        expect(answers(page)).to_contain_text("two")
+        ask(page, "and on")
+        assert figure(answers(page).last, "reused") > 24, "the state of the file"
+    close_all(inspected.client)
+
+
+# -- sessions --------------------------------------------------------------------------------------
+
+
+def test_commit_pin_name_and_look(visit: Visit, chat_folder: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"state_dir": tmp_path / "state"}
+    with (
+        engine(chat_folder, **options) as llm,
+        serving(llm, ServerSettings(allow_edits=True)) as served,
+        visit(served.url) as (page, watch),
+    ):
+        watch.allow("404")
+        begin(page)
+        ask(page, "remember this")
+        menu(page, answers(page).last, "Name the branch")
+        page.get_by_role("dialog").get_by_label("Name").fill("<b>mine</b>")
+        page.keyboard.press("Enter")
+        expect(answers(page).last.locator(".tag")).to_have_text("<b>mine</b>")
+        menu(page, answers(page).last, "Pin its state")
+        expect(answers(page).last).to_contain_text("pinned")
+        assert sum(one["pinned"] for one in told(served.client, "/v1/sessions")["data"]) == 1
+        menu(page, answers(page).last, "Unpin")
+        wait_for(lambda: not any(one["pinned"] for one in told(served.client, "/v1/sessions")["data"]))
+        menu(page, answers(page).last, "Commit")
+        page.get_by_role("dialog").get_by_label("Branch of the store").fill("kept")
+        page.keyboard.press("Enter")
+        expect(answers(page).last).to_contain_text("kept")
+        assert [one["name"] for one in told(served.client, "/v1/branches")["data"]] == ["kept"]
+        close_all(served.client)
+        ask(page, "go on from the commit")
+        assert any(one["last_commit"] for one in told(served.client, "/v1/sessions")["data"])
+        answers(page).last.locator(".why-row").click()
+        answers(page).last.get_by_role("button", name="Chances and attention").click()
+        page.wait_for_selector(".view-token")
+        expect(page.locator(".view-token")).to_contain_text("rank", ignore_case=True)
