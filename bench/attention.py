@@ -151,7 +151,7 @@ def main() -> None:
         parser.error(f"--levels: {', '.join(sorted(unknown))} given; there are {', '.join(LEVELS)}")
     dtype = getattr(torch, arguments.dtype)
     limits = measure(seconds=0.2, buffer_bytes=1 << 20) if arguments.small else measure(seconds=5)
-    read = torch.zeros(limits["buffer_bytes"] // 4, dtype=torch.int32)
+    read = torch.zeros(max(1, limits["buffer_bytes"] // 4), dtype=torch.int32)
     rows, report = [], []
     with torch.inference_mode():
         for name, shape in SHAPES.items():

@@ -121,6 +121,7 @@ struct ByVectors {
     }
     INLINE_METHOD Tail tail(int64_t row) const { return {running[row].top, sum_of(running[row].sum)}; }
 
+    INLINE_METHOD void put_in_order(float*) const {}
     INLINE_METHOD void add_block(int64_t base, int64_t from, int64_t some, const Rows* key_rows, const Rows* value_rows, float scale,
                                  float cap) {
         const int64_t r = base + from, columns = room.columns;

@@ -210,9 +210,10 @@ INLINE void run_item(Call& call, int64_t index, int64_t& fetched, Products& prod
     const auto keep_states = [&](int64_t split) {
         // One split's, or those of all splits of an item that leads.
         each([&](int64_t r, int64_t row, int64_t head) {
-            const float* sums = (merged ? room.merged : products.sums) + r * columns;
+            float* const sums = (merged ? room.merged : products.sums) + r * columns;
             const Tail tail = merged ? room.tails[r] : products.tail(r);
             if (batch.base[row] < 0) {
+                products.put_in_order(sums);
                 finish<T>(call, row, head, sums, tail, room.spare);
             } else {
                 float* state = call.states + ((batch.shift[item.part][row] + split) * batch.heads + head) * call.state_size;
@@ -291,6 +292,7 @@ INLINE void run_item(Call& call, int64_t index, int64_t& fetched, Products& prod
                     const float* other = state + s * batch.heads * call.state_size;
                     merge(state, tail, other, loaded<Tail>(other + columns), columns);
                 }
+                products.put_in_order(state);
                 finish<T>(call, row, head, state, tail, room.spare);
             }
         }

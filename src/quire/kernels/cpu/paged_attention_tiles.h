@@ -20,7 +20,8 @@ constexpr int64_t PAIRS_OF_BLOCK = BLOCK / 2, CLASSES = 4;  // keys a distance o
 // The rows of a block's pair: keys ``first`` and first + CLASSES.
 INLINE int64_t first_of_pair(int64_t pair) { return pair / CLASSES * 2 * CLASSES + pair % CLASSES; }
 
-// V of a block, [PAIRS_OF_BLOCK, columns].
+// V of a block, [PAIRS_OF_BLOCK, columns]. Of each 32 columns 4 of each 8 come first, as instructions put them that interleave without
+// crossing lanes; sums are in that order, too.
 INLINE void pack_value_pairs(const Rows* groups, int64_t size, int64_t columns, uint32_t* to) {
     for (int64_t pair = 0; pair < PAIRS_OF_BLOCK; pair++, to += columns) {
         const int64_t key = first_of_pair(pair);
@@ -30,13 +31,18 @@ INLINE void pack_value_pairs(const Rows* groups, int64_t size, int64_t columns, 
         prefetch(rows, pair * 2 % GROUP, 2 * size), prefetch(rows, pair * 2 % GROUP + 1, 2 * size);
         int64_t d = 0;
 #if AVX512
-        const __m512i low = pair_index(0), high = pair_index(16);
-        for (; d + 32 <= size; d += 32) put_pairs(_mm512_loadu_si512(a + d), _mm512_loadu_si512(b + d), low, high, to + d, true);
+        for (; d + 2 * W <= size; d += 2 * W) {
+            const __m512i x = _mm512_loadu_si512(a + d), y = _mm512_loadu_si512(b + d);
+            store(to + d, (Words)_mm512_unpacklo_epi16(x, y)), store(to + d + W, (Words)_mm512_unpackhi_epi16(x, y));
+        }
         if (d < size) {
             const __mmask32 some = (1u << (size - d)) - 1;
-            put_pairs(_mm512_maskz_loadu_epi16(some, a + d), _mm512_maskz_loadu_epi16(some, b + d), low, high, to + d, d + 16 < columns);
+            put_pairs(_mm512_maskz_loadu_epi16(some, a + d), _mm512_maskz_loadu_epi16(some, b + d), pair_index(0), pair_index(16), to + d,
+                      d + W < columns);
         }
 #else
+        for (; d + 2 * W <= size; d += 2 * W)
+            for (int i = 0; i < 2 * W; i++) to[d + i % 8 / 4 * W + i / 8 * 4 + i % 4] = (uint32_t)b[d + i] << 16 | a[d + i];
         for (; d < size; d++) to[d] = (uint32_t)b[d] << 16 | a[d];
         for (; d < columns; d++) to[d] = 0;
 #endif
@@ -224,6 +230,14 @@ struct ByTiles {
             found = of_tile<ROWS>(row / ROWS).tail(row % ROWS);
         });
         return found;
+    }
+    // Put a row's sums into the order of V's columns.
+    INLINE_METHOD void put_in_order(float* row) const {
+        for (int64_t d = 0; d + 2 * W <= batch.value_size; d += 2 * W) {
+            const Vector low = loaded<Vector>(row + d), high = loaded<Vector>(row + d + W);
+            store(row + d, __builtin_shufflevector(low, high, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23));
+            store(row + d + W, __builtin_shufflevector(low, high, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31));
+        }
     }
     INLINE_METHOD void add_block(int64_t base, int64_t from, int64_t some, const Rows* key_rows, const Rows* value_rows, float scale,
                                  float cap) {
