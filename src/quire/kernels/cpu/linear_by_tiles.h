@@ -15,7 +15,7 @@ constexpr int SIDE_ROWS = MOST_TILE_ROWS;
 constexpr int MOST_TILED = 2 * SIDE_ROWS;  // rows that are multiplied at once
 constexpr int STEP = 32;                // inputs that are multiplied at once
 constexpr int LINE = PANEL * 2 * sizeof(bfloat16);  // bytes from a tile's row of weights, or of sums, to the next
-// Inputs that many rows meet at a time: their part of a panel stays in the first cache.
+// Most inputs that many rows meet at a time: their part of a panel stays in the first cache.
 constexpr int64_t NEAR_INPUTS = 512;
 // Panels that follow each other meanwhile, so that these inputs of the rows stay in the second.
 constexpr int64_t NEAR_PANELS = 8;
@@ -88,8 +88,9 @@ INLINE void run_by_tiles(LinearCall& call, int64_t thread) {
         const int64_t rows = call.rows - first < call.tile_rows ? call.rows - first : call.tile_rows;
         const char* const x = (const char*)call.x + first * stride;
         const int64_t end = panels * (part + 1) / call.parts;
-        // Few rows read each panel from its first byte to its last.
-        const int64_t most = rows > MOST_TILED ? NEAR_INPUTS : map.inputs;
+        // Few rows read each panel from its first byte to its last. Many meet equal parts of the inputs.
+        const int64_t blocks = rows > MOST_TILED ? (map.inputs + NEAR_INPUTS - 1) / NEAR_INPUTS : 1;
+        const int64_t most = (map.inputs + STEP * blocks - 1) / (STEP * blocks) * STEP;
         for (int64_t panel = panels * part / call.parts; panel < end; panel += NEAR_PANELS) {
             const int64_t count = end - panel < NEAR_PANELS ? end - panel : NEAR_PANELS;
             for (int64_t k = 0; k < map.inputs; k += most)
