@@ -49,6 +49,7 @@ from quire.kernels.linear.float8 import Float8Linear, float8_problem
 from quire.kernels.linear.low_rank import native_low_rank
 from quire.kernels.malloc import keep_freed_memory
 from quire.kernels.native_library import native_problem
+from quire.kernels.recurrence.cpu_recurrence import native_mixers
 from quire.kernels.recurrence.triton_recurrence import fastest_recurrence
 from quire.kernels.rows.cpu_rows import native_rows
 from quire.kernels.rows.triton_rows import TritonRows
@@ -682,7 +683,7 @@ def layer_kernels(device: torch.device, quantization: str | None = None) -> Laye
             form,
             form,
         )
-    return LayerKernels(native_rows(), linear, form, native_blocks())
+    return LayerKernels(native_rows(), linear, form, native_blocks(), native_mixers())
 
 
 def quantization_problem(quantization: Quantization, device: torch.device) -> str:
