@@ -104,9 +104,9 @@ def test_a_fork_leaves_the_states_of_its_parent(tmp_path: Path) -> None:
     runner = LocalRunner(model, state, torch.device("cpu"))
     runner.execute(Step(edits=(Add(0),), chunks=(Chunk(0, list(range(9))),)))
     recurrent = [layer for layer, spec in enumerate(model.layer_specs) if isinstance(spec, Recurrent)]
-    before = [state.debug_get(layer, index, 0) for layer in recurrent for index in range(2)]
+    before = [state.parts.recurrent.debug_get(layer, index, 0) for layer in recurrent for index in range(2)]
     first = runner.execute(Step(edits=(Fork(0, 1, 9),), chunks=(Chunk(1, [3, 4]),))).logits_RV
-    after = [state.debug_get(layer, index, 0) for layer in recurrent for index in range(2)]
+    after = [state.parts.recurrent.debug_get(layer, index, 0) for layer in recurrent for index in range(2)]
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
     again = runner.execute(Step(chunks=(Chunk(0, [3, 4]),))).logits_RV
     assert torch.equal(first, again)
