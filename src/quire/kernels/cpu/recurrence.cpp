@@ -10,7 +10,6 @@ extern "C" int quire_rows_now;
 namespace {
 
 constexpr int64_t MEMORY = 4 << 20;  // bytes of a piece, which stay in a cache
-constexpr int64_t ROWS_AT_MOST = 128;
 
 }  // namespace
 

@@ -64,7 +64,8 @@ struct Task {
     Phase* phases;  // three for each piece
 };
 
-constexpr int64_t KEYS_AT_MOST = 256;
+constexpr int64_t TAPS_AT_MOST = 8, KEYS_AT_MOST = 256;
+constexpr int64_t ROWS_AT_MOST = 128;  // rows of a piece
 
 typedef void (*Mix)(void*);
 

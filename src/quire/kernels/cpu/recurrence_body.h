@@ -86,8 +86,6 @@ INLINE Lanes rounded(Lanes value) {
 
 // -- the convolution ---------------------------------------------------------------------------------------------------
 
-constexpr int64_t TAPS_AT_MOST = 8;
-
 // The last W inputs of a row, oldest first: the ``kept`` first ones are rows of a state.
 template <typename T>
 struct Inputs {
@@ -323,8 +321,6 @@ INLINE void walk_tile(const Head& head, int64_t place, int64_t rows, int64_t col
     }
 }
 
-constexpr int64_t RUN_AT_MOST = 128;  // rows of a piece
-
 // The rows of one entry and one head in a piece that begins at ``origin``.
 INLINE void walk(const Task& task, const Head& head, int64_t number, int64_t first, int64_t last, int64_t stop, int64_t origin, float* tile) {
     const Forward& forward = *task.forward;
@@ -338,7 +334,7 @@ INLINE void walk(const Task& task, const Head& head, int64_t number, int64_t fir
         const float* from = parent < 0                    ? at(forward.sources[forward.given[row]])
                             : forward.targets[parent] >= 0 ? at(forward.targets[parent])
                                                            : resting;
-        float* to[RUN_AT_MOST];
+        float* to[ROWS_AT_MOST];
         int64_t rows = 0;
         do {
             to[rows] = forward.targets[row + rows] < 0 ? nullptr : at(forward.targets[row + rows]);
