@@ -67,6 +67,8 @@ bench: $(VENV)/.stamp-test  ## Benchmarks beside transformers, and LLAMA=PYTHON,
 	$(BIN)/python bench/attention.py
 	$(BIN)/python bench/linear.py
 	$(BIN)/python bench/blocks.py
+	$(BIN)/python bench/mixers.py
+	$(BIN)/python bench/hybrids.py
 	$(BIN)/python bench/quantisation.py
 	$(BIN)/python bench/states.py
 	$(BIN)/python bench/latent.py

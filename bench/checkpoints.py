@@ -286,7 +286,59 @@ PURE: dict[str, Any] = {
     "expand": 2,
     "chunk_size": 64,
 }
+QWEN: dict[str, Any] = {
+    "vocab_size": 16384,
+    "hidden_size": 1024,
+    "num_hidden_layers": 16,
+    "layer_types": ([*["linear_attention"] * 3, "full_attention"]) * 4,
+    "intermediate_size": 2816,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 8192,
+}
+LFM: dict[str, Any] = {
+    "vocab_size": 16384,
+    "hidden_size": 1024,
+    "num_hidden_layers": 16,
+    "layer_types": ["full_attention" if layer in (2, 5, 8, 10, 12, 14) else "conv" for layer in range(16)],
+    "intermediate_size": 3072,
+    "block_auto_adjust_ff_dim": False,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+}
 DRAWN: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3.5-325m": ("qwen3_5_text", QWEN),
+    "qwen3.5-small": (
+        "qwen3_5_text",
+        QWEN
+        | {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 4, "layer_types": QWEN["layer_types"][:4]}
+        | {"intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+        | {
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 24,
+        },
+    ),
+    "bamba-250m": (
+        "bamba",
+        MIXED
+        | {"hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 16, "mamba_n_heads": 32}
+        | {"mamba_d_state": 128},
+    ),
+    "lfm2-245m": ("lfm2", LFM),
+    "lfm2-small": (
+        "lfm2",
+        LFM
+        | {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 3, "layer_types": LFM["layer_types"][:3]}
+        | {"intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2},
+    ),
     "bamba-150m": ("bamba", MIXED),
     "bamba-150m-32k": ("bamba", MIXED | {"max_position_embeddings": 40_960}),
     "mamba2-120m": ("mamba2", PURE),

@@ -224,7 +224,7 @@ def main() -> None:
     parser.add_argument("--dir", type=Path, default=DEFAULT_DIRECTORY)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
-    small = [name for name in DRAWN if name.endswith("small")]
+    small = ["bamba-small", "mamba2-small"]
     names = small if arguments.small else arguments.models.split(",")
     cached = small[0] if arguments.small else arguments.cache_model
     memory = "64MiB" if arguments.small else arguments.kv_cache_memory

@@ -49,6 +49,7 @@ from quire.kernels.linear.float8 import Float8Linear, float8_problem
 from quire.kernels.linear.low_rank import native_low_rank
 from quire.kernels.malloc import keep_freed_memory
 from quire.kernels.native_library import native_problem
+from quire.kernels.recurrence.cpu_recurrence import native_mixers
 from quire.kernels.recurrence.triton_recurrence import fastest_recurrence
 from quire.kernels.rows.cpu_rows import native_rows
 from quire.kernels.rows.triton_rows import TritonRows
@@ -667,7 +668,7 @@ def layer_kernels(device: torch.device, quantization: str | None = None) -> Laye
         raise Unsupported(f"quantization {form!r}: {reason}", field="quantization", given=form)
     if device.type != "cpu":
         return LayerKernels(None if triton_problem(device) else TritonRows(), Float8Linear() if form else None, form)
-    return LayerKernels(native_rows(), native_linear(), form, native_blocks())
+    return LayerKernels(native_rows(), native_linear(), form, native_blocks(), native_mixers())
 
 
 def quantization_problem(quantization: Quantization, device: torch.device) -> str:

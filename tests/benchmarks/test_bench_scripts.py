@@ -583,6 +583,44 @@ class TestLinear:
             assert ("40 x 64, float32", 13, f"Quire, {form}") in lines
 
 
+class TestMixers:
+    def test_runs_and_reports(self) -> None:
+        if native_problem():
+            pytest.skip(native_problem())
+        threads = torch.get_num_threads()
+        table, result = run_plain("mixers", "--rounds", "1")
+        torch.set_num_threads(threads)
+        assert "gated delta net" in table
+        rows = {(row["layer"], row["what"]): row for row in result["rows"]}
+        for layer in ("gated delta net", "Mamba-2", "short convolution"):
+            assert 0 < rows[layer, "decode of 1"]["µs"] < rows[layer, "prompt of 2048"]["µs"]
+
+
+class TestHybrids:
+    @pytest.mark.slow
+    def test_runs_and_reports(self, directory: Path) -> None:
+        table, result = run_plain("hybrids", "--small", "--dtype", "float32", "--dir", str(directory))
+        assert "bamba-small, float32" in table
+        assert [model["shape"] for model in result["models"]] == ["qwen3.5-small", "bamba-small", "lfm2-small"]
+        for model in result["models"]:
+            assert [cell["cell"] for cell in model["cells"]] == ["prefill 40", "decode 2 after 20"]
+            for cell in model["cells"]:
+                for name in ("quire", "transformers"):
+                    assert 0 < cell[name]["of_possible"] < 1
+                    assert cell[name]["tokens_per_second"] > 0
+
+    def test_the_costs_are_those_of_the_states(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        hybrids = script("hybrids", monkeypatch)
+        for name in hybrids.SMALL:
+            path = drawn(name, directory=directory)
+            costs = hybrids.costs_of(path)
+            with LLM(str(path), dtype="bfloat16", device="cpu", kv_cache_memory="8MiB") as llm:
+                state = llm.engine.runner.state
+                assert 2 * costs.kept + 4 * costs.wide == state.geometry.state_bytes
+                assert 2 * costs.kv == llm.bytes_per_token
+                assert costs.matrices + costs.head < llm.model.num_parameters
+
+
 class TestLatent:
     def test_runs_and_reports(self) -> None:
         table, result = run_plain("latent", "--small", "--device", "cpu")

@@ -22,6 +22,7 @@ from quire.kernels.block import native_blocks
 from quire.kernels.linear.cpu_linear import EMULATED, NativeLinear, native_linear
 from quire.kernels.native_library import NativeLibrary, native_library, native_problem
 from quire.kernels.recurrence.chunked import ChunkedRecurrence
+from quire.kernels.recurrence.cpu_recurrence import native_mixers
 from quire.kernels.rows.cpu_rows import NativeRows, native_rows
 from quire.kv.state import State
 from quire.models.loading import load_model
@@ -86,7 +87,8 @@ def kernels() -> CountedRows:
 def greedy(path: Path, kernels: RowKernels | None) -> tuple[list[list[int]], Tensor]:
     """The tokens of three sequences, decoded together, and the last logits."""
     products = None if kernels is None else native_linear()
-    model = load_model(path, dtype="float32", kernels=LayerKernels(kernels, products))
+    mixers = None if kernels is None else native_mixers()
+    model = load_model(path, dtype="float32", kernels=LayerKernels(kernels, products, mixers=mixers))
     recurrent = sum(isinstance(spec, Recurrent) for spec in model.layer_specs)
     state = State(
         model.layer_specs,

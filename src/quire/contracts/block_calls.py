@@ -18,6 +18,7 @@ from quire.contracts.attention import Scoring
 from quire.contracts.kv_format import KVView
 from quire.contracts.layers import RopeSpec
 from quire.contracts.linear import BlockRows, CodeRows, LinearKernel, LinearMap, Quantization
+from quire.contracts.recurrence import MixerKernel
 from quire.contracts.rows import ActivationName, HeadNormWeights, Rotation, RowKernels
 
 
@@ -179,6 +180,8 @@ class LayerKernels:
 
     blocks: BlockKernel | None = None
     """None: the parts of a block run one by one."""
+    mixers: MixerKernel | None = None
+    """None: the parts of a recurrent layer run one by one."""
     read: Callable[[Tensor], Tensor] | None = None
     """Returns the values of a weight, which may still be in a file. None: the weight has them
     itself."""

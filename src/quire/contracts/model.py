@@ -20,6 +20,7 @@ from torch import Tensor
 
 from quire.contracts.block_calls import AttentionParts, RowLogits, StackParts
 from quire.contracts.layers import LayerSpec
+from quire.contracts.recurrence import RecurrentParts
 from quire.contracts.rows import HeadNormWeights
 
 
@@ -90,6 +91,11 @@ class Pass(Protocol):
     ) -> Tensor:
         """Run the causal depthwise convolution with a state ``[W - 1, C]`` of a recurrent layer:
         ``[T, C]``. See ``contracts.recurrence.RecurrenceBackend``."""
+
+    def recurrent_parts(self, layer_id: int) -> RecurrentParts | None:
+        """Return the inputs for a call over a whole recurrent layer, in place of ``convolve`` and
+        ``linear_attention``, and count the layer's states as written; None if these are the only
+        way. Call it before every such call."""
 
 
 class OpenPass(Pass, Protocol):

@@ -38,6 +38,15 @@ class RecurrencePlan:
         """T"""
         return int(self.starts[-1])
 
+    @property
+    def passes_on(self) -> bool:
+        """Whether each state that a row needs is given, or is wanted, or can rest where the last
+        one of its chain goes: all states are wanted, or entries are chains whose last one is."""
+        if len(self.wanted) == self.num_rows:
+            return True
+        ends = self.starts[1:][np.diff(self.starts) > 0] - 1
+        return self.chains and bool(np.isin(ends, self.wanted).all())
+
 
 class Recurred(NamedTuple):
     """The result of a recurrence."""
@@ -128,3 +137,93 @@ class PooledRecurrence(RecurrenceBackend, Protocol):
     ) -> Tensor | None:
         """Run ``convolve`` on states ``[S, W - 1, C]``."""
         ...
+
+
+# -- whole mixers ----------------------------------------------------------------------------------
+
+
+class RecurrentParts(NamedTuple):
+    """The states of one layer in a forward, for a call over its whole mixer."""
+
+    plan: RecurrencePlan
+    """One object for all layers of a forward; it ``passes_on``."""
+    sources_G: Tensor
+    targets_M: Tensor
+    """As in ``StatePlaces``, also one object for all layers."""
+    pools: tuple[Tensor, ...]
+    """``[S, *shape]`` of each state of the layer, contiguous; read at sources, written at
+    targets."""
+
+
+class StateSizes(NamedTuple):
+    """Sizes of a state ``[H, K, V]``, and the number of heads of keys."""
+
+    heads: int
+    key_heads: int
+    """Each serves ``heads / key_heads`` consecutive heads."""
+    keys: int
+    values: int
+
+    @property
+    def width(self) -> int:
+        """H * V"""
+        return self.heads * self.values
+
+
+class StepRates(NamedTuple):
+    """Steps ``softplus(x + bias)``, within bounds, and decays ``exp(rate * step)``, by head."""
+
+    rate_H: Tensor
+    """Below 0"""
+    bias_H: Tensor
+    least: float = 0.0
+    greatest: float | None = None
+
+
+class GatedNormWeight(NamedTuple):
+    """A root mean square norm of parts of the output, with a gate (``nn.norm.GatedRMSNorm``)."""
+
+    weight: Tensor
+    """Of all columns, or of each part."""
+    eps: float
+    part: int
+    """Columns with a mean of their own."""
+    gate_first: bool
+
+
+class MixerCall(Protocol):
+    """A recurrent layer between its projections."""
+
+    def __call__(self, x_TC: Tensor, parts: RecurrentParts, rates: Tensor | None = None) -> Tensor:
+        """Map the projection's rows to fresh rows ``[T, H * V]``, or ``[T, C]`` of a short
+        convolution; read and write the states. ``rates``: ``[T, 2H]`` of the delta rule: rows of
+        beta, then of steps."""
+        ...
+
+
+class MixerKernel(Protocol):
+    """Joins the parts of recurrent layers. Methods return None for unsupported parts: dtypes,
+    devices, sizes.
+
+    A row depends on earlier rows of its sequence only, to the bit, whatever else runs, and however
+    a prompt is divided.
+    """
+
+    def short_conv(self, conv_CW: Tensor, bias_C: Tensor | None) -> MixerCall | None:
+        """Return ``nn.short_conv.ShortConv`` over columns b, c, x of its projection."""
+
+    def delta_rule(
+        self, conv_CW: Tensor, sizes: StateSizes, rates: StepRates, norm: GatedNormWeight, scale: float
+    ) -> MixerCall | None:
+        """Return ``nn.delta.GatedDeltaNet`` with silu, over columns q, k, v, gate."""
+
+    def ssd(
+        self,
+        conv_CW: Tensor,
+        bias_C: Tensor | None,
+        sizes: StateSizes,
+        rates: StepRates,
+        skip_H: Tensor,
+        norm: GatedNormWeight | None,
+    ) -> MixerCall | None:
+        """Return ``nn.mamba.Mamba2Mixer`` with silu, over columns gate, x, B, C, steps."""

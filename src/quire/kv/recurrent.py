@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, TypedDict, Unpack
 
 import numpy as np
@@ -24,7 +25,14 @@ from quire.base.errors import FailedPrecondition, InvalidArgument, ResourceExhau
 from quire.base.types import SeqId
 from quire.base.uploads import uploaded
 from quire.contracts.layers import InitialValues, Recurrent, StateTensor
-from quire.contracts.recurrence import PooledRecurrence, Recurred, RecurrenceBackend, RecurrencePlan, StatePlaces
+from quire.contracts.recurrence import (
+    PooledRecurrence,
+    Recurred,
+    RecurrenceBackend,
+    RecurrencePlan,
+    RecurrentParts,
+    StatePlaces,
+)
 from quire.kv.forward_need import ForwardNeed
 from quire.kv.part import Part
 from quire.kv.recurrent_states import NULL, OpenRecurrent, RecurrentNeed, Slots
@@ -436,6 +444,22 @@ class RecurrentPass:
                 return found
         states_GWC = self._part.storage.read(layer, state_id, self._sources)
         return self._take(layer, state_id, self._part.backend.convolve(self.plan, *given, states_GWC))
+
+    def parts(self, layer_id: int) -> RecurrentParts | None:
+        """Return the states of a layer for a call that computes all of them, and count them as
+        written; None if the plan does not pass them on, or this forward has memory that keeps its
+        place."""
+        layer, _ = self.tensor(layer_id, 0)
+        if self._keeps_place or not self._passes_on:
+            return None
+        states = range(len(self._part.specs[layer].states))
+        self._set.update(((layer, state), "wanted") for state in states)
+        pools = tuple(self._part.storage.rows_S[layer, state] for state in states)
+        return RecurrentParts(self.plan, self._sources, self._targets_M, pools)
+
+    @cached_property
+    def _passes_on(self) -> bool:
+        return self.plan.passes_on
 
     def tensor(self, layer_id: int, state_id: int) -> tuple[int, StateTensor]:
         """Return ``RecurrentPart.tensor``, of the open forward only."""

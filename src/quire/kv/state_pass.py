@@ -24,6 +24,7 @@ from quire.contracts.block_calls import AttentionParts, StackParts
 from quire.contracts.kv_format import PLAIN, KVView, PlainRows
 from quire.contracts.layers import LatentAttention, RopeSpec
 from quire.contracts.model import LatentExpansion
+from quire.contracts.recurrence import RecurrentParts
 from quire.contracts.rows import HeadNormWeights, Rotation
 from quire.kv import latent, plans
 from quire.kv.attention_parts import ForwardPart, LayerPart, LayerParts
@@ -742,6 +743,12 @@ class StatePass:
         recurrent = self.recurrent(f"convolve of layer {layer_id}")
         self.require_open(layer_id)
         return recurrent.convolve(layer_id, state_id, x_TC, weight_CW, bias_C)
+
+    def recurrent_parts(self, layer_id: int) -> RecurrentParts | None:
+        """See ``contracts.model.Pass``."""
+        recurrent = self.recurrent(f"recurrent_parts of layer {layer_id}")
+        self.require_open(layer_id)
+        return recurrent.parts(layer_id)
 
 
 class Rehearsal(StatePass):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import torch
@@ -44,6 +44,18 @@ FeedForward: TypeAlias = Callable[[Tensor], Tensor]
 """A gated MLP, or experts: maps ``[T, E]`` to a fresh ``[T, E]``, each row by itself."""
 
 
+@runtime_checkable
+class HeadedMixer(Protocol):
+    """A mixer whose output is a projection of heads."""
+
+    layer_id: int
+    out: Linear
+
+    def heads(self, x_TE: Tensor, pass_: Pass) -> Tensor:
+        """Map ``[T, E]`` to the columns before ``out``."""
+        ...
+
+
 class Norm(Protocol):
     """A norm over the model width."""
 
@@ -60,8 +72,9 @@ class Norm(Protocol):
 class JoinedBlock:
     """The kernel calls for a block, valid while no adapter changes its maps."""
 
-    attention: Attention
-    maps: tuple[Linear, Linear, Linear, Linear]
+    attention: HeadedMixer
+    maps: tuple[Linear | None, Linear, Linear, Linear]
+    """The first one: the projection to the heads, of attention only."""
     tail: BlockTail
     """The part after the attention heads: output projection to MLP."""
     whole: WholeBlock | None
@@ -71,11 +84,12 @@ class JoinedBlock:
         qkv, out, gate_up, down = self.maps
         if not (self.tail.takes(x_TE) and out.is_plain and gate_up.is_plain and down.is_plain):
             return None
-        if self.whole is not None and qkv.is_plain:
-            parts = pass_.attention_parts(self.attention.layer_id, self.attention.head_norms, x_TE.dtype)
+        attention = self.attention
+        if self.whole is not None and qkv is not None and qkv.is_plain and isinstance(attention, Attention):
+            parts = pass_.attention_parts(attention.layer_id, attention.head_norms, x_TE.dtype)
             if parts is not None:
                 return self.whole(x_TE, parts)
-        return self.tail(self.attention.heads(block.attention_norm(x_TE), pass_), x_TE)
+        return self.tail(attention.heads(block.attention_norm(x_TE), pass_), x_TE)
 
 
 @dataclass(slots=True, eq=False)
@@ -202,18 +216,20 @@ def joined_stack(
         ends = ModelEnds(table, NormWeight(norm.weight, norm.eps), head.map)
     if kernel is None or len(whole) < len(blocks) or (call := kernel.stack(whole, ends)) is None:
         return None
-    layers = tuple((one.attention.layer_id, one.attention.head_norms) for one in found)
+    attentions = [one.attention for one in found if isinstance(one.attention, Attention)]
+    layers = tuple((one.layer_id, one.head_norms) for one in attentions)
     return JoinedStack(taken, call, layers, {"embedding": embedding, "norm": norm, "lm_head": head})
 
 
 def joined(block: PreNormBlock, kernel: BlockKernel | None) -> JoinedBlock | None:
     """Return the kernel calls for a block with packed maps; None if it has unsupported parts."""
     attention, norm, mlp = block.attention, block.mlp_norm, block.mlp
-    if kernel is None or not (isinstance(attention, Attention) and isinstance(norm, RMSNorm)):
+    if kernel is None or not (isinstance(attention, HeadedMixer) and isinstance(norm, RMSNorm)):
         return None
     if not isinstance(mlp, GatedMLP):
         return None
-    maps = (attention.qkv, attention.out, mlp.gate_up, mlp.down)
+    first_map = attention.qkv if isinstance(attention, Attention) else None
+    maps = (first_map, attention.out, mlp.gate_up, mlp.down)
     qkv, out, gate_up, down = (one.map if isinstance(one, KernelLinear) else None for one in maps)
     if out is None or gate_up is None or down is None:
         return None
@@ -221,7 +237,7 @@ def joined(block: PreNormBlock, kernel: BlockKernel | None) -> JoinedBlock | Non
     if tail is None:
         return None
     first, whole = block.attention_norm, None
-    if isinstance(first, RMSNorm) and qkv is not None and attention.is_whole:
+    if isinstance(first, RMSNorm) and qkv is not None and isinstance(attention, Attention) and attention.is_whole:
         heads = attention.head_norms or ()
         if all(one.dtype == first.weight.dtype and one.is_contiguous() for one in heads[:2]):
             whole = kernel.whole(NormWeight(first.weight, first.eps), qkv, tail)

@@ -15,8 +15,10 @@ from torch import Tensor
 
 from quire.contracts.layers import Recurrent, StateTensor
 from quire.contracts.model import Pass
+from quire.contracts.recurrence import MixerCall, MixerKernel, StateSizes, StepRates
 from quire.nn.linear import Linear
 from quire.nn.norm import GatedRMSNorm
+from quire.ops.rows import ACTIVATIONS
 
 UNIT_EPS = 1e-6
 """Added to the sum of squares before queries and keys are scaled to length 1."""
@@ -87,14 +89,30 @@ class GatedDeltaNet:
     out: Linear
     """H*V to E"""
     _a_H: Tensor = field(init=False)
+    call: MixerCall | None = field(init=False, default=None)
+    """The layer between its projections as one call; None: PyTorch's operations."""
 
     def __post_init__(self, log_a_H: Tensor) -> None:
         self._a_H, self.step_bias_H = -log_a_H.float().exp(), self.step_bias_H.float()
 
+    def use_kernel(self, kernel: MixerKernel) -> None:
+        """Use a kernel's call from now on, if the kernel supports the layer."""
+        shape = self.shape
+        sizes = StateSizes(shape.num_value_heads, shape.num_key_heads, shape.key_dim, shape.value_dim)
+        if self.activation is ACTIVATIONS["silu"]:
+            rates, norm = StepRates(self._a_H, self.step_bias_H), self.norm.parts(shape.value_dim)
+            self.call = kernel.delta_rule(self.conv_CW, sizes, rates, norm, shape.key_dim**-0.5)
+
     def __call__(self, x_TE: Tensor, pass_: Pass) -> Tensor:
         """Map ``[T, E]`` to a fresh ``[T, E]``; the pass keeps the states."""
-        shape = self.shape
-        mixed_TC, gate_TD = torch.split(self.project(x_TE), [shape.channels, shape.values], dim=-1)
+        return self.out(self.heads(x_TE, pass_))
+
+    def heads(self, x_TE: Tensor, pass_: Pass) -> Tensor:
+        """Map ``[T, E]`` to the heads before ``out``, ``[T, H*V]``."""
+        shape, projected = self.shape, self.project(x_TE)
+        if self.call is not None and (parts := pass_.recurrent_parts(self.layer_id)) is not None:
+            return self.call(projected, parts, self.rates(x_TE))
+        mixed_TC, gate_TD = torch.split(projected, [shape.channels, shape.values], dim=-1)
         mixed_TC = self.activation(pass_.convolve(self.layer_id, 0, mixed_TC, self.conv_CW)).float()
         q_TD, k_TD, v_TD = torch.split(mixed_TC, [shape.keys, shape.keys, shape.values], dim=-1)
         b_TH, a_TH = self.rates(x_TE).float().chunk(2, dim=-1)
@@ -108,7 +126,7 @@ class GatedDeltaNet:
             log_decay=F.softplus(a_TH + self.step_bias_H).mul_(self._a_H),
             beta_TH=torch.sigmoid(b_TH),
         )
-        return self.out(self.norm(o_THV, self._values(gate_TD)).flatten(-2))
+        return self.norm(o_THV, self._values(gate_TD)).flatten(-2)
 
     def _units(self, x_TD: Tensor) -> Tensor:
         """Return ``[T, J*K]`` as ``[T, H, K]`` with heads of length 1 (0 stays 0)."""

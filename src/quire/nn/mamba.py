@@ -16,8 +16,10 @@ from torch import Tensor
 
 from quire.contracts.layers import Recurrent, StateTensor
 from quire.contracts.model import Pass
+from quire.contracts.recurrence import MixerCall, MixerKernel, StateSizes, StepRates
 from quire.nn.linear import Linear
 from quire.nn.norm import GatedRMSNorm
+from quire.ops.rows import ACTIVATIONS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,18 +94,35 @@ class Mamba2Mixer:
     _a_H: Tensor = field(init=False)
     _skip_H1: Tensor = field(init=False)
     _clamped: bool = field(init=False)
+    call: MixerCall | None = field(init=False, default=None)
+    """The layer between its projections as one call; None: PyTorch's operations."""
 
     def __post_init__(self, log_a_H: Tensor, skip_H: Tensor) -> None:
         self._a_H, self.step_bias_H = -log_a_H.float().exp(), self.step_bias_H.float()
         self._skip_H1 = skip_H.float()[:, None]
         self._clamped = self.shape.least_step > 0 or self.shape.greatest_step is not None
 
+    def use_kernel(self, kernel: MixerKernel) -> None:
+        """Use a kernel's call from now on, if the kernel supports the layer."""
+        shape = self.shape
+        sizes = StateSizes(shape.num_heads, shape.num_groups, shape.state_size, shape.head_dim)
+        if self.activation is ACTIVATIONS["silu"]:
+            rates = StepRates(self._a_H, self.step_bias_H, shape.least_step, shape.greatest_step)
+            norm = None if self.norm is None else self.norm.parts(shape.width)
+            self.call = kernel.ssd(self.conv_CW, self.conv_bias_C, sizes, rates, self._skip_H1.flatten(), norm)
+
     def __call__(self, x_TE: Tensor, pass_: Pass) -> Tensor:
         """Map ``[T, E]`` to a fresh ``[T, E]``; the pass keeps the states."""
+        return self.out(self.heads(x_TE, pass_))
+
+    def heads(self, x_TE: Tensor, pass_: Pass) -> Tensor:
+        """Map ``[T, E]`` to the heads before ``out``, ``[T, H*P]``."""
         shape = self.shape
         z_TZ = self.project(x_TE)
         if self.scale_Z is not None:
             z_TZ.mul_(self.scale_Z)
+        if self.call is not None and (parts := pass_.recurrent_parts(self.layer_id)) is not None:
+            return self.call(z_TZ, parts)
         gate_TD, mixed_TC, step_TH = torch.split(z_TZ, [shape.width, shape.channels, shape.num_heads], dim=-1)
         mixed_TC = self.activation(pass_.convolve(self.layer_id, 0, mixed_TC, self.conv_CW, self.conv_bias_C)).float()
         grouped = shape.num_groups * shape.state_size
@@ -122,8 +141,8 @@ class Mamba2Mixer:
         )
         y_TD = torch.addcmul(y_THP, x_THP, self._skip_H1).flatten(-2)
         if self.norm is None:
-            return self.out(y_TD.mul_(F.silu(gate_TD.float())).to(x_TE.dtype))
-        return self.out(self.norm(y_TD, gate_TD))
+            return y_TD.mul_(F.silu(gate_TD.float())).to(x_TE.dtype)
+        return self.norm(y_TD, gate_TD)
 
     def _per_head(self, x_TGN: Tensor) -> Tensor:
         """Return ``[T, G*N]`` as ``[T, H, N]``, for one group a view."""

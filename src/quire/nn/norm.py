@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from quire.contracts.recurrence import GatedNormWeight
 from quire.contracts.rows import RowKernels
 from quire.ops.rows import REFERENCE_ROWS
 
@@ -88,6 +89,10 @@ class GatedRMSNorm:
         self.eps = eps
         self.gate_first = gate_first
         self._shape = (groups, len(weight) // groups)
+
+    def parts(self, channels: int) -> GatedNormWeight:
+        """Return the norm of an input of so many channels as values for a kernel."""
+        return GatedNormWeight(self.weight, self.eps, channels // self._shape[0], self.gate_first)
 
     def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
         """Map any float ``[..., C]`` and a gate ``[..., C]`` to a fresh ``[..., C]`` in the gate's

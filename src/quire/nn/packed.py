@@ -122,6 +122,8 @@ def pack_maps(layer: object, kernels: LayerKernels) -> int:
     grown = 0
     if kernels.rows is not None and hasattr(layer, "row_kernels"):
         layer.row_kernels = kernels.rows
+    if kernels.mixers is not None and hasattr(layer, "use_kernel"):
+        layer.use_kernel(kernels.mixers)
     for name, part in parts_of(layer):
         if isinstance(part, Linear):
             made = packed(part, kernels)

@@ -5,13 +5,14 @@ Letters: T tokens, E model width, W taps.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from quire.contracts.layers import Recurrent, StateTensor
 from quire.contracts.model import Pass
+from quire.contracts.recurrence import MixerCall, MixerKernel
 from quire.nn.linear import Linear
 
 
@@ -41,9 +42,21 @@ class ShortConv:
     conv_EW: Tensor
     conv_bias_E: Tensor | None
     out: Linear
+    call: MixerCall | None = field(init=False, default=None)
+    """The layer between its projections as one call; None: PyTorch's operations."""
+
+    def use_kernel(self, kernel: MixerKernel) -> None:
+        """Use a kernel's call from now on, if the kernel supports the layer."""
+        self.call = kernel.short_conv(self.conv_EW, self.conv_bias_E)
 
     def __call__(self, x_TE: Tensor, pass_: Pass) -> Tensor:
         """Map ``[T, E]`` to a fresh ``[T, E]``; the pass keeps the state."""
-        b_TE, c_TE, x_TE = self.project(x_TE).chunk(3, dim=-1)
-        y_TE = pass_.convolve(self.layer_id, 0, b_TE * x_TE, self.conv_EW, self.conv_bias_E)
-        return self.out(y_TE.mul_(c_TE))
+        return self.out(self.heads(x_TE, pass_))
+
+    def heads(self, x_TE: Tensor, pass_: Pass) -> Tensor:
+        """Map ``[T, E]`` to the rows before ``out``, ``[T, E]``."""
+        projected = self.project(x_TE)
+        if self.call is not None and (parts := pass_.recurrent_parts(self.layer_id)) is not None:
+            return self.call(projected, parts)
+        b_TE, c_TE, x_TE = projected.chunk(3, dim=-1)
+        return pass_.convolve(self.layer_id, 0, b_TE * x_TE, self.conv_EW, self.conv_bias_E).mul_(c_TE)

@@ -1,8 +1,9 @@
 """Whether a row of a model depends on the rows beside it, by what computes its blocks.
 
-The C++ products, norms and attention of CPUs compute each row by itself, in one order, whatever
-else a forward runs (``contracts.linear``, ``tests/kernels``). PyTorch's products choose that order
-by the number of rows, and its operations of two roundings by the place of a value in its tensor.
+The C++ products, norms, attention and recurrent layers of CPUs compute each row by itself, in one
+order, whatever else a forward runs (``contracts.linear``, ``tests/kernels``). PyTorch's products
+choose that order by the number of rows, and its operations of two roundings by the place of a value
+in its tensor.
 """
 
 from __future__ import annotations
@@ -14,13 +15,18 @@ from quire.kernels.rows.cpu_rows import NativeRows
 from quire.kv.state import State
 from quire.models.blocks import ParallelBlock, PostNormBlock, PreNormBlock, SandwichBlock
 from quire.models.decoder import Decoder
-from quire.nn.attention import Attention
+from quire.models.hybrid_decoder import HybridDecoder
+from quire.models.mamba2 import BareBlock
+from quire.nn.attention import Attention, GatedAttention
+from quire.nn.delta import GatedDeltaNet
 from quire.nn.experts import ActivatedGate, Experts
+from quire.nn.mamba import Mamba2Mixer
 from quire.nn.mlp import GatedMLP
 from quire.nn.norm import RMSNorm
 from quire.nn.packed import LAYERS, KernelLinear, parts_of
+from quire.nn.short_conv import ShortConv
 
-BLOCKS = (PreNormBlock, PostNormBlock, SandwichBlock, ParallelBlock)
+BLOCKS = (PreNormBlock, PostNormBlock, SandwichBlock, ParallelBlock, BareBlock)
 """Blocks whose own operations are sums of two values."""
 
 
@@ -29,7 +35,7 @@ def row_dependence(model: object, state: State) -> str:
     the bit in any batch and any division of its tokens."""
     if state.device.type != "cpu":
         return f"kernels of {state.device.type} choose the order of sums by the batch"
-    if not isinstance(model, Decoder):
+    if not isinstance(model, Decoder | HybridDecoder):
         return f"{getattr(model, 'architecture', type(model).__name__)} has layers that PyTorch computes"
     if not isinstance(state.parts.paged.backend, NativeAttention) or state.dtype != model.dtype:
         return "attention is not that of the C++ kernels, or K and V have another dtype than the weights"
@@ -69,16 +75,26 @@ def _of_block(block: object) -> str:
     if type(block) not in BLOCKS:
         return f"PyTorch computes parts of a {type(block).__name__}"
     for part in _parts(block):
-        maps = (part.qkv, part.out) if isinstance(part, Attention) else ()
-        maps = (part.gate_up, part.down) if isinstance(part, GatedMLP) else maps
+        maps = _maps_of(part)
         if not (maps and all(isinstance(one, KernelLinear) for one in maps)) and not isinstance(part, RMSNorm):
             return f"PyTorch computes a {type(part).__name__}"
     return ""
 
 
+def _maps_of(part: object) -> tuple[object, ...]:
+    """Return the products of a layer; none of a layer with other operations of PyTorch's."""
+    if isinstance(part, GatedMLP):
+        return part.gate_up, part.down
+    if isinstance(part, Attention):
+        return () if isinstance(part, GatedAttention) else (part.qkv, part.out)
+    if not isinstance(part, GatedDeltaNet | Mamba2Mixer | ShortConv) or part.call is None:
+        return ()
+    return (part.project, part.rates, part.out) if isinstance(part, GatedDeltaNet) else (part.project, part.out)
+
+
 def _parts(block: object) -> Iterator[object]:
     """Yield the layers and norms of a block, norms of heads included."""
-    names = ("attention_norm", "attention", "attention_out_norm", "mlp_norm", "mlp", "mlp_out_norm", "norm")
+    names = ("attention_norm", "attention", "attention_out_norm", "mlp_norm", "mlp", "mlp_out_norm", "norm", "mixer")
     for part in (getattr(block, name, None) for name in names):
         if part is not None:
             yield part

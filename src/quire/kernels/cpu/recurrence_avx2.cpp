@@ -1,0 +1,16 @@
+// Mixers of recurrent layers with AVX2: see recurrence_body.h.
+
+#include <sched.h>
+
+#include "recurrence.h"
+#include "rows.h"
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#pragma GCC target("arch=x86-64-v3")
+#define MOST 1
+#include "recurrence_body.h"
+
+const Mix quire_mix_avx2[2] = {mix<float>, mix<bfloat16>};
+#else
+const Mix quire_mix_avx2[2] = {};
+#endif
