@@ -86,8 +86,6 @@ const calm = matchMedia("(prefers-reduced-motion: reduce)");
 /** The view that is shown: {name, scope, stop, handle}. */
 let shown = null;
 let tries = 0;
-/** Whether the address named no view when the page was opened. */
-let unasked = false;
 
 function on(name, fn) {
   if (!listeners.has(name)) listeners.set(name, new Set());
@@ -200,16 +198,16 @@ function scopeOf(name, params) {
 
 /** Return the view that an address without one means. */
 function firstView() {
-  const { overview } = live;
-  if (overview === null) return "chat";
   if (live.isStill) return "history";
-  return overview.model?.chat_template ? "chat" : "playground";
+  return live.overview.model?.chat_template ? "chat" : "playground";
 }
 
 /** Show what the hash names. */
 async function route() {
   const { view, params } = readHash(location.hash);
   const spec = VIEWS.find((one) => one.name === view);
+  // The overview says whether a server runs, and whether its model can chat.
+  if (live.overview === null && (!spec || spec.live)) return leave(), fill(mountPoint, el("p.loading", { role: "status" }, "Loading…"));
   if (!spec || (spec.live && live.isStill)) return go(firstView(), {}, { replace: true });
   if (shown?.name === view && !shown.failed) {
     shown.scope.params = params;
@@ -302,10 +300,7 @@ const frame = new Frame({
 
 on("change", (data) => update({ kind: "events", data }));
 on("overview", () => {
-  if (live.isStill && VIEWS.some((one) => one.live && one.name === shown?.name)) route();
-  // Until now it was not known whether the model can chat.
-  if (unasked && shown?.name === "chat" && firstView() !== "chat") go(firstView(), {}, { replace: true });
-  unasked = false;
+  if (shown === null || (live.isStill && VIEWS.some((one) => one.live && one.name === shown.name))) route();
   update({ kind: "overview" });
 });
 on("theme", () => update({ kind: "theme" }));
@@ -336,7 +331,6 @@ addEventListener("hashchange", () => {
   route();
 });
 takeKey();
-unasked = readHash(location.hash).view === "";
 frame.draw();
 route();
 live.run();
