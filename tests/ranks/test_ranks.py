@@ -224,11 +224,15 @@ def test_a_step_that_fails_on_all_ranks_is_undone(two: LLM) -> None:
     assert texts(two)
 
 
-def test_a_rank_that_is_killed_ends_requests_with_an_error() -> None:
+@pytest.mark.parametrize("is_noticed", [False, True], ids=["at-the-answer", "when-told"])
+def test_a_rank_that_is_killed_ends_requests_with_an_error(is_noticed: bool) -> None:
+    """Also if a step without tokens, which forks a cached prefix, is the first that it misses."""
     with made(2) as llm:
         texts(llm)
         (process,) = processes(llm)
         os.kill(process.pid, signal.SIGKILL)
+        if is_noticed:
+            process.wait(10)
         (output,) = llm.generate([PROMPTS[0]], GREEDY)
         assert output.outputs[0].finish_reason == "error"
         assert "load the model again" in str(output.outputs[0].error)

@@ -210,9 +210,12 @@ class RankedRunner:
         ``RanksBroken`` for chunks once a rank has ended."""
         if reason := refusal(step):
             raise Unsupported(f"tensor_parallel_size {self.ranks.size}: {reason}", field="tensor_parallel_size")
-        if self.ranks.broken and not step.chunks:
-            return self._inner.execute(step)  # what is left to do is to free sequences
-        self.ranks.send(step)
+        try:
+            self.ranks.send(step)
+        except RanksBroken:
+            if step.chunks:
+                raise
+            return self._inner.execute(step)  # a request ends at its chunk; what remains is to free sequences
         try:
             return self._inner.execute(step)
         except BaseException:
