@@ -159,12 +159,15 @@ def test_what_a_call_repeats_is_looked_up(llama: Tiny) -> None:
 
 
 def test_rows_that_went_back_are_read_anew(llama: Tiny) -> None:
+    wrong = []
+
     class Watches(Told):
         before: tuple[int, ...] = ()
 
         def _draft(self, context: Context, most: int) -> Draft:
             ids = tuple(context.ids.tolist())
-            assert ids[: len(self.before)] == self.before, "one request never goes back"
+            if ids[: len(self.before)] != self.before:
+                wrong.append((self.before, ids))  # one request never goes back; an error would drop the proposer
             self.before = ids
             return super()._draft(context, most)
 
@@ -174,9 +177,10 @@ def test_rows_that_went_back_are_read_anew(llama: Tiny) -> None:
 
     executor = make_executor(llama, executor_type=SPECULATIVE, drafting=drafting(Watches([])))
     cache = executor.prefill(prompt(PROMPTS[0])).kv_cache.cache
-    for length, last in ((6, 5), (3, 9), (3, 4)):
+    for length, last in ((6, 5), (9, 9), (9, 2), (3, 9), (3, 4)):
         executor.truncate_kv(cache, length)
         LlmExecutor(executor).sample_tokens(4, inputs([last]), cache)
+    assert wrong == []
 
 
 def test_a_failing_sampling_leaves_the_cache(llama: Tiny) -> None:
