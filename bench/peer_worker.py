@@ -356,6 +356,28 @@ class LlamaPeer:
 
         return {"seconds": timed(step, steps), "tokens": texts}
 
+    def tokenize(self, texts: list[str]) -> Placed:
+        """Return the ids of each text, with the tokens that its vocabulary adds, control tokens
+        read.
+        """
+        vocab, found = self.c.llama_model_get_vocab(self.model), []
+        for text in texts:
+            data = text.encode()
+            room = (self.c.llama_token * (len(data) + 8))()
+            count = self.c.llama_tokenize(vocab, data, len(data), room, len(room), True, True)
+            if count < 0:
+                raise RuntimeError(f"llama_tokenize returned {count}")
+            found.append(list(room[:count]))
+        return found
+
+    def logits(self, prompt: list[int], path: str) -> None:
+        """Write float32 ``[T, V]``, the logits after each token, as a NumPy file."""
+        self._make_context(1, len(prompt))
+        self._run([(token, position, 0, True) for position, token in enumerate(prompt)])
+        rows = self.c.llama_get_logits(self.context)
+        self.numpy.save(path, self.numpy.ctypeslib.as_array(rows, shape=(len(prompt), self.vocab)))
+        self.release()
+
     def _make_context(self, sequences: int, length: int) -> None:
         """Make a context with a separate stream for each sequence, so that attention reads no
         others."""

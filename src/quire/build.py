@@ -105,6 +105,7 @@ from quire.store.stack import Store
 from quire.store.urls import open_tiers, state_tier
 from quire.text.chat_templates import with_chosen_template
 from quire.text.tokenizer import Tokenizer
+from quire.weights.gguf_container import is_gguf, open_gguf
 
 logger = logging.getLogger("quire")
 
@@ -175,6 +176,7 @@ def _build(config: EngineConfig, path: Path, ranks: Ranks | None, *, progress: b
     if device.type == "cpu":
         limit_threads()
     group = None if ranks is None else meet(ranks, config, path, device)
+    shared = open_gguf(path) if is_gguf(path) else None  # its readers below find it open
     tokenizer = load_tokenizer(config, path)
     speculation = read_speculation("speculative", config.speculative)
     model = load_model(
@@ -240,6 +242,7 @@ def _build(config: EngineConfig, path: Path, ranks: Ranks | None, *, progress: b
         runner = graphs = GraphRunner(local, CudaCapture(), longest=max_len)
         capture_usual(memory, graphs.capture, usual_sizes(config.max_num_seqs), progress)
     generation = read_generation_config(path)
+    del shared
     identity = Identity(path, model)
     engine = make_engine(
         runner,
@@ -313,6 +316,8 @@ def _build(config: EngineConfig, path: Path, ranks: Ranks | None, *, progress: b
         return read_adapter(directory, model, admit=runner.adapters.admit)
 
     named = NamedAdapters(engine, read)
+    if device.type == "cpu" and (linear := native_linear()) is not None:
+        linear.memory.collapse()
     return Parts(config, path, engine, model, runner, tokenizer, identity, named, defaults, ranks, notes)
 
 

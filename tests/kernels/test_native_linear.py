@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from quire.base.errors import InvalidArgument
 from quire.contracts.linear import WeightForm
-from quire.kernels.linear.cpu_linear import EMULATED, FORMS, SLAB, TILES, NativeLinear, native_linear
+from quire.kernels.linear.cpu_linear import EMULATED, FORMS, TILES, NativeLinear, native_linear
+from quire.kernels.linear.packed_memory import SLAB
 from quire.kernels.native_library import native_library, native_problem
 from quire.weights import packed
 from quire.weights.packed import multiply, pack, unpack
@@ -246,7 +247,7 @@ def test_weights_share_memory_as_long_as_they_live() -> None:
     assert all(part.data_ptr() % 64 == 0 for part in parts)
     ends = [part.data_ptr() + part.nbytes for part in parts]
     assert all(0 <= part.data_ptr() - end < 64 for part, end in zip(parts[1:], ends, strict=False))
-    memory = one_kernel._memory
+    memory = one_kernel.memory
     assert slab.nbytes() >= SLAB
     large = memory.empty((slab.nbytes() - 100,), torch.uint8)
     assert large.untyped_storage().data_ptr() != slab.data_ptr()

@@ -4,6 +4,7 @@ against the ``gguf`` package, tokenizers, splits, names of files, and bad input.
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 import struct
@@ -32,7 +33,7 @@ from quire.models.loading import load_model
 from quire.models.sources import open_weights, read_config
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.gguf_blocks import BLOCKS, SIZES, TYPE_NAMES, GgufBlocks
-from quire.weights.gguf_container import GgufFile, open_gguf
+from quire.weights.gguf_container import GgufFile, open_gguf, opened
 from quire.weights.lazy_parameters import LazyParameters
 from quire.weights.places import expand
 
@@ -476,3 +477,15 @@ def test_a_file_of_a_repository(mixed_file: Path, tmp_path: Path, monkeypatch: p
     assert asked[-1] == ("org/x", ["*Q4_K_M*.gguf", "*q4_k_m*.gguf"])
     with pytest.raises(NotFound, match="names no GGUF file"):
         resolve_model("org/x:Q4 K")
+
+
+def test_an_open_file_is_read_once_until_it_changes(mixed_file: Path, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(mixed_file.read_bytes())
+    first = opened(path)
+    assert opened(path) is first
+    os.utime(path, ns=(1, 1))
+    assert opened(path) is not first
+    path.unlink()
+    with pytest.raises(CheckpointError, match="cannot be read as GGUF"):
+        opened(path)

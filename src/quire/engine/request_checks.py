@@ -41,10 +41,10 @@ class RequestChecks:
     def text(self, text: object) -> None:
         """Raise ``InvalidArgument``, before tokenising, for a text too long whatever its tokens
         are."""
-        if not isinstance(text, str) or (limit := self.text_limit) is None:
-            return
         # A token stands for a byte at least, so that nothing has to be known of short texts.
-        if len(text) * 4 <= limit.tokens:
+        if not isinstance(text, str) or len(text) * 4 <= min(self.max_model_len, self.pool_tokens):
+            return
+        if (limit := self.text_limit) is None:
             return
         size = len(text)
         if size <= limit.bytes:

@@ -16,7 +16,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from quire.base.errors import CheckpointError, Unsupported
-from quire.weights.gguf_container import GgufFile, part_files
+from quire.weights.gguf_container import GgufFile, opened, part_files
 
 CONTROL, USER_DEFINED, UNUSED, BYTE = 3, 4, 5, 6
 """Types of tokens, of which the others are text."""
@@ -160,7 +160,7 @@ class _Vocabulary:
 def read_gguf_tokenizer(path: Path) -> GgufTokenizer | None:
     """Return the tokenizer of a GGUF file, of a split one its first part; None: the file has none.
     ``Unsupported`` for another kind or rule, by name, ``CheckpointError`` for damaged arrays."""
-    file = GgufFile(part_files(path)[0])
+    file = opened(part_files(path)[0])
     kind = file.text("tokenizer.ggml.model", "none")
     if kind == "none":
         return None
@@ -182,7 +182,8 @@ def read_gguf_tokenizer(path: Path) -> GgufTokenizer | None:
         raise CheckpointError(f"{path}: its tokens and merges make no tokenizer: {error}") from error
     special = {name: vocabulary.special(theirs) for name, theirs in NAMED.items()}
     ends = [vocabulary.special(name) for name in ("eos", "eot", "eom")]
-    ends += [vocabulary.ids[token] for token in ENDS if token in set(vocabulary.of(CONTROL))]
+    control = set(vocabulary.of(CONTROL))
+    ends += [vocabulary.ids[token] for token in ENDS if token in control]
     return GgufTokenizer(
         backend=backend,
         special_tokens={name: tokens[one] for name, one in special.items() if one is not None},
@@ -203,12 +204,10 @@ def _split_of(file: GgufFile) -> Split:
 
 def _byte_level(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
     file, split = vocabulary.file, _split_of(vocabulary.file)
-    merges = []
-    for merge in file.texts("tokenizer.ggml.merges"):
-        left, space, right = merge.partition(" ")
-        if not space:
-            raise CheckpointError(f"{file.path}: {merge!r} in tokenizer.ggml.merges; expected two tokens and a space")
-        merges.append((left, right))
+    texts = file.texts("tokenizer.ggml.merges")
+    merges = [tuple(merge.split(" ", 1)) for merge in texts]
+    if (wrong := next((text for text, parts in zip(texts, merges, strict=True) if len(parts) < 2), None)) is not None:
+        raise CheckpointError(f"{file.path}: {wrong!r} in tokenizer.ggml.merges; expected two tokens and a space")
     backend = tokenizers.Tokenizer(models.BPE(dict(vocabulary.ids), merges, ignore_merges=split.whole))
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [

@@ -6,11 +6,9 @@ Letters: T rows, I input, O output features.
 from __future__ import annotations
 
 import ctypes
-import math
-import weakref
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -19,6 +17,7 @@ from torch import Tensor
 
 from quire.base.errors import CheckpointError, InvalidArgument
 from quire.contracts.linear import BlockRows, CodeRows, PackedMatrix, WeightForm
+from quire.kernels.linear.packed_memory import PackedMemory
 from quire.kernels.native_library import NativeLibrary, native_library
 from quire.weights import packed as reference
 from quire.weights.block_panels import GROUP, KINDS, fits_panels
@@ -31,9 +30,6 @@ FORMS: tuple[WeightForm, ...] = ("float32", "bfloat16", "int8", "int4")
 NUMBERS: tuple[WeightForm, ...] = (*FORMS, "blocks")
 """All forms, in the order of ``cpu/linear.h``."""
 DTYPES = (torch.float32, torch.bfloat16)
-SLAB = 64 << 20
-"""Bytes of a memory block that packed weights share, much more than a huge page."""
-ALIGNMENT = 64
 TILES = 4
 """Level of a processor with tiles of bfloat16 (AMX)."""
 EMULATED = 5
@@ -50,32 +46,6 @@ class _Linear(ctypes.Structure):
         ("block_parts", ctypes.c_void_p),
         ("num_block_parts", ctypes.c_int64),
     ]  # fmt: skip
-
-
-class _Memory:
-    """Memory for packed weights, allocated consecutively, in huge pages if the system has them.
-
-    A decode reads all weights, and each page of 4 KiB costs a TLB lookup. NumPy requests huge pages
-    for arrays of 4 MiB or more, as for the KV pool.
-    """
-
-    def __init__(self) -> None:
-        self._slab: weakref.ref[np.ndarray[Any, Any]] | None = None
-        self._end = 0
-
-    def take(self, nbytes: int) -> Tensor:
-        """Return uint8 ``[nbytes]``. A slab lives as long as any tensor in it."""
-        slab = None if self._slab is None else self._slab()
-        if slab is None or self._end + nbytes > slab.size:
-            slab = np.empty(max(SLAB, nbytes + ALIGNMENT), np.uint8)
-            self._slab, self._end = weakref.ref(slab), -slab.ctypes.data % ALIGNMENT
-        begin = self._end
-        self._end += -(-nbytes // ALIGNMENT) * ALIGNMENT
-        return torch.from_numpy(slab)[begin : begin + nbytes]
-
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised tensor."""
-        return self.take(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
 
 class NativeLinear:
@@ -96,7 +66,7 @@ class NativeLinear:
         arguments = (pointer, pointer, pointer, number, number, number)
         self._run = library.function("quire_linear", *arguments, result=ctypes.c_int)
         self._fits = library.function("quire_fits_bfloat16", pointer, number, result=ctypes.c_int)
-        self._memory = _Memory()
+        self.memory = PackedMemory()
         self._pack = library.function(
             "quire_pack_linear", pointer, *[number] * 6, pointer, pointer, number, pointer
         )  # fmt: skip
@@ -139,8 +109,8 @@ class NativeLinear:
         outputs, inputs = weight_OI.shape
         packing = reference.FORMS[form]
         group = packing.group(inputs)
-        values = self._memory.empty(packing.shape(outputs, inputs), packing.dtype)
-        scales = self._memory.empty((len(values), inputs // group, PANEL), torch.bfloat16) if group else None
+        values = self.memory.empty(packing.shape(outputs, inputs), packing.dtype)
+        scales = self.memory.empty((len(values), inputs // group, PANEL), torch.bfloat16) if group else None
         self._pack(
             weight_OI.data_ptr(), int(weight_OI.dtype == torch.bfloat16), weight_OI.stride(0), outputs, inputs, FORMS.index(form), group,
             values.data_ptr(), None if scales is None else scales.data_ptr(), torch.get_num_threads(), self._parallel,
@@ -157,7 +127,7 @@ class NativeLinear:
         if dtype not in DTYPES or not fits_panels(kinds):
             return None
         sizes = [-(-rows // PANEL) * KINDS[kind].panel_bytes(inputs) for kind, rows in kinds]
-        values = self._memory.take(sum(sizes))
+        values = self.memory.take(sum(sizes))
         for part, to in zip(parts, torch.split(values, sizes), strict=True):
             rows_RB = part.rows_RB if part.rows_RB.stride(1) == 1 else part.rows_RB.contiguous()
             if self._pack_blocks(
@@ -175,7 +145,7 @@ class NativeLinear:
         if dtype not in DTYPES or (made := pack_codes(parts)) is None:
             return None
         assert made.scales is not None
-        values, scales = (self._memory.empty(tuple(one.shape), one.dtype) for one in (made.values, made.scales))
+        values, scales = (self.memory.empty(tuple(one.shape), one.dtype) for one in (made.values, made.scales))
         values.copy_(made.values)
         scales.copy_(made.scales)
         packed = PackedMatrix(made.form, made.outputs, made.inputs, made.group, values, scales)
