@@ -109,6 +109,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-mqa": ("Llama", {"num_key_value_heads": 1}),
     "mistral": ("Mistral", {"sliding_window": None, "head_dim": 8}),
     "mistral-window": ("Mistral", {"sliding_window": 7}),
+    "ministral3": (
+        "Ministral3",
+        {"head_dim": 8, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.7}},
+    ),
     "qwen2": ("Qwen2", {"use_sliding_window": False}),
     "qwen2-windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}),
     "qwen3": ("Qwen3", {"use_sliding_window": False, "head_dim": 16}),

@@ -17,11 +17,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-PERMUTED = ("llama", "granite", "smollm3", "granitehybrid")
+PERMUTED = ("llama", "mistral3", "granite", "smollm3", "granitehybrid")
 DELTA = ("qwen3next", "qwen35", "qwen35moe")
 ARCHITECTURES = {
     "llama": "llama",
     "mistral": "llama",
+    "ministral3": "mistral3",
     "mixtral": "llama",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
@@ -154,6 +155,9 @@ def keys_of(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[st
         original = config["original_max_position_embeddings"]
         grown = math.sqrt(1 + math.log(config["max_position_embeddings"] / original) / math.log(original))
         keys |= {"rope.scaling.original_context_length": original, "rope.scaling.attn_factor": grown}
+    if kind == "ministral3":
+        keys["attention.temperature_scale"] = rope["llama_4_scaling_beta"]
+        keys["rope.scaling.yarn_log_multiplier"] = rope["mscale_all_dim"]
     if kind == "gpt_oss":
         del keys["feed_forward_length"]
         keys["expert_feed_forward_length"] = config["intermediate_size"]

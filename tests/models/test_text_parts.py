@@ -28,6 +28,7 @@ from quire.weights.safetensors_files import SINGLE_FILE
 from .conftest import CASES
 
 TYPES = {name: kind for name, kind in KINDS.items() if kind in IMAGE_TEXT}
+TYPES["mistral3+ministral3"] = TYPES["mistral3"]  # with another type of text than the usual one
 WITHOUT_ENCODER = {"fast_vlm", "perception_lm"}
 """Types whose image encoder needs a package that is not installed here."""
 SIZES = {
@@ -76,7 +77,8 @@ MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
 
 
 def small_config(model_type: str) -> Any:
-    config = CONFIG_MAPPING[model_type]()
+    whole, _, part = model_type.partition("+")
+    config = CONFIG_MAPPING[whole](**({"text_config": CONFIG_MAPPING[part]()} if part else {}))
     text = config.get_text_config(decoder=True)
     for name, value in {**SIZES, **FURTHER.get(text.model_type, {})}.items():
         if hasattr(text, name) or name in FURTHER.get(text.model_type, {}):

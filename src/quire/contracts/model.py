@@ -31,6 +31,11 @@ class Pass(Protocol):
     def positions_T(self) -> Tensor:
         """int32 ``[T]``: the true position of each new token that runs, in its sequence."""
 
+    @property
+    def places_T(self) -> Tensor:
+        """int64 ``[T]``: the position at which each new token is rotated: its true one, or that of
+        ``use_positions``."""
+
     def attend(self, layer_id: int, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> Tensor:
         """Store K and V of the new tokens, attend over all tokens visible to each.
 

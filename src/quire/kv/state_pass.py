@@ -174,6 +174,11 @@ class StatePass:
         return self.batch.positions_T.to(torch.int32)
 
     @property
+    def places_T(self) -> Tensor:
+        """See ``contracts.model.Pass``."""
+        return self._places_T
+
+    @property
     def relative_T(self) -> Tensor:
         """int64: positions less the evicted tokens of each query."""
         if self._relative_T is None:

@@ -34,7 +34,7 @@ from quire.models.blocks import (
     ScaledBlock,
     joined_stack,
 )
-from quire.nn.attention import Attention, NormedAttention, WidthNormedAttention
+from quire.nn.attention import Attention, GrowingAttention, NormedAttention, QueryGrowth, WidthNormedAttention
 from quire.nn.embedding import Embedding, ScaledEmbedding
 from quire.nn.linear import Linear
 from quire.nn.mlp import GatedMLP
@@ -89,6 +89,8 @@ class DecoderConfig:
     residual_scale: float = 1.0
     """Factor of the outputs of attention and MLP before they join the residual stream."""
     logit_scale: float = 1.0
+    query_growth: QueryGrowth | None = None
+    """Growth of queries with their position; not with norms of heads."""
     logit_softcap: float | None = None
     """Logits become ``cap * tanh(logits / cap)``, after the scale."""
 
@@ -295,6 +297,8 @@ def attention_of(
     """
     number = layer if layer_id is None else layer_id
     qkv, out = linear(parameters, f"{layer}.qkv"), linear(parameters, f"{layer}.out")
+    if config.query_growth is not None:
+        return GrowingAttention(number, spec, qkv, out, config.query_growth)
     if config.head_norms == "none":
         return Attention(number, spec, qkv, out)
     names = [f"{layer}.q_norm", f"{layer}.k_norm"]

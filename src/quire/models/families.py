@@ -99,6 +99,7 @@ FULL, WINDOWED, LATENT = ("full",), ("full", "window"), ("latent",)
 DENSE: Mapping[str, tuple[tuple[str, ...], ConfigReader[DecoderConfig], Names]] = {
     "LlamaForCausalLM": (FULL, llama.read_llama_config, LLAMA_NAMES),
     "MistralForCausalLM": (WINDOWED, llama.read_mistral_config, LLAMA_NAMES),
+    "Ministral3ForCausalLM": (WINDOWED, llama.read_ministral3_config, LLAMA_NAMES),
     "Qwen2ForCausalLM": (WINDOWED, llama.read_qwen2_config, LLAMA_NAMES),
     "Qwen3ForCausalLM": (WINDOWED, llama.read_qwen3_config, LLAMA_NAMES),
     "Phi3ForCausalLM": (WINDOWED, dense.read_phi3_config, dense.PHI3_NAMES),
@@ -225,6 +226,7 @@ MODEL_TYPES: Mapping[str, str] = {
     "lfm2": "Lfm2ForCausalLM",
     "llama": "LlamaForCausalLM",
     "mamba2": "Mamba2ForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
     "mistral": "MistralForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "olmo2": "Olmo2ForCausalLM",

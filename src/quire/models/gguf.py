@@ -385,6 +385,21 @@ def _phi3(metadata: Metadata) -> dict[str, Any]:
     return {"sliding_window": window if 0 < window < metadata.count("context_length") else None}
 
 
+def _mistral3(metadata: Metadata) -> dict[str, Any]:
+    """Return the fields of Mistral, or of Ministral 3, whose queries grow."""
+    rate = metadata.number("attention.temperature_scale", 0.0)
+    if not rate:
+        return {"sliding_window": None}
+    head_dim = metadata.count("attention.key_length")
+    weight = metadata.number("rope.scaling.yarn_log_multiplier", 0.0)
+    both = {"mscale": weight, "mscale_all_dim": weight} if weight else {}
+    return {
+        "architectures": ["Ministral3ForCausalLM"],
+        "model_type": "ministral3",
+        "rope_parameters": {**_rope(metadata, head_dim), **both, "llama_4_scaling_beta": rate},
+    }
+
+
 def _granite(metadata: Metadata) -> dict[str, Any]:
     return {
         "attention_multiplier": metadata.number("attention.scale", 1.0),
@@ -834,7 +849,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         family="MistralForCausalLM",
         model_type="mistral",
         permuted=True,
-        config=lambda metadata: {"sliding_window": None},
+        config=_mistral3,
     ),
     "qwen2": Architecture(family="Qwen2ForCausalLM", model_type="qwen2"),
     "qwen3": Architecture(family="Qwen3ForCausalLM", model_type="qwen3"),

@@ -49,6 +49,9 @@ _OMNI = _sizes(152_064, 3584, 18_944, 28, 28, 4, 32_768, rope_theta=1e6, tie_wor
 TEXT_TYPES: Mapping[str, TextType] = {
     "llama": TextType("LlamaForCausalLM", "llama", _sizes(32_000, 4096, 11_008, 32, 32, 32, 2048)),
     "mistral": TextType("MistralForCausalLM", "mistral", _sizes(32_000, 4096, 14_336, 32, 32, 8, 131_072)),
+    "ministral3": TextType(
+        "Ministral3ForCausalLM", "ministral3", _sizes(131_072, 4096, 14_336, 34, 32, 8, 262_144, head_dim=128)
+    ),
     "qwen2": TextType(*_QWEN2, _sizes(151_936, 4096, 22_016, 32, 32, 32, 32_768)),
     "qwen2_vl_text": TextType(*_QWEN2, _QWEN_VL),
     "qwen2_5_vl_text": TextType(*_QWEN2, _QWEN_VL),

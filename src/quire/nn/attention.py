@@ -94,6 +94,31 @@ class NormedAttention(Attention):
         return pass_.attend(self.layer_id, q_THD, k_THD, v_THD).flatten(-2)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QueryGrowth:
+    """Factor of queries that grows with their position p: ``1 + rate * log(1 + p // length)``
+    (Llama 4, Ministral 3)."""
+
+    rate: float
+    length: int
+    """In tokens, those of the training."""
+
+
+@dataclass(slots=True, eq=False)
+class GrowingAttention(Attention):
+    """Attention whose queries grow with their position."""
+
+    growth: QueryGrowth
+
+    def heads(self, x_TE: Tensor, pass_: Pass) -> Tensor:
+        """See ``Attention``."""
+        qkv_TC = self.qkv(x_TE)
+        periods_T = torch.div(pass_.places_T, self.growth.length, rounding_mode="floor")
+        factor_T = (1 + self.growth.rate * torch.log1p(periods_T.float())).to(qkv_TC.dtype)
+        qkv_TC[:, : self.spec.num_heads * self.spec.head_dim].mul_(factor_T[:, None])
+        return pass_.attend_qkv(self.layer_id, qkv_TC).flatten(-2)
+
+
 class WidthNormedAttention(NormedAttention):
     """Attention with norms over all heads at once (OLMo 2): ``[T, Hq*Dk]``, ``[T, Hkv*Dk]``."""
 
