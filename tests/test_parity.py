@@ -209,6 +209,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "lfm2": ("Lfm2", {"conv_L_cache": 3, "layer_types": ["conv", "full_attention", "conv"]}),
+    "lfm2-moe": (
+        "Lfm2Moe",
+        {**EXPERTS, "conv_L_cache": 3, "layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
+    ),
     "qwen3-next": ("Qwen3Next", {**EXPERTS, **DELTA, "shared_expert_intermediate_size": 40}),
     "qwen3.5": ("Qwen3_5", DELTA),
 }
@@ -288,7 +292,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
             # The initial weights are so small that all logits are nearly equal.
             parameter.mul_(3.0 if parameter.dim() > 1 else 1.0).add_(0.1 * torch.randn_like(parameter))
         for name, buffer in peer.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.copy_(0.3 * torch.randn_like(buffer))
     path = tmp_path_factory.mktemp(request.param)
     peer.save_pretrained(path)

@@ -41,6 +41,7 @@ ARCHITECTURES = {
     "deepseek_v2": "deepseek2",
     "deepseek_v3": "deepseek2",
     "lfm2": "lfm2",
+    "lfm2_moe": "lfm2moe",
     "mamba2": "mamba2",
     "falcon_h1": "falcon-h1",
     "granitemoehybrid": "granitehybrid",
@@ -161,7 +162,9 @@ def keys_of(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[st
     if kind == "gpt_oss":
         del keys["feed_forward_length"]
         keys["expert_feed_forward_length"] = config["intermediate_size"]
-    if kind == "lfm2":
+    if kind == "lfm2_moe":
+        keys |= {"leading_dense_block_count": config["num_dense_layers"], "expert_gating_func": 2}
+    if kind in ("lfm2", "lfm2_moe"):
         attends = [one == "full_attention" for one in config["layer_types"]]
         keys["attention.head_count_kv"] = [config["num_key_value_heads"] * one for one in attends]
         keys["shortconv.l_cache"] = config["conv_L_cache"]
@@ -254,6 +257,7 @@ def converted(config: Mapping[str, Any], name: str, tensors: Mapping[str, Tensor
         for target, one in changed(config, name, source, values):
             found[names.get_name(target, try_suffixes=(".weight", ".bias")) or target] = one
     for source, stack in stacks.items():
+        source = source.removeprefix("model.") if name == "lfm2moe" else source
         target = names.get_name(source, try_suffixes=(".weight",))
         found[target] = torch.stack([stack[number] for number in sorted(stack)])
     rope = config.get("rope_parameters") or {}
@@ -286,6 +290,8 @@ def changed(config: Mapping[str, Any], name: str, source: str, values: Tensor) -
         return [(source.replace("kv_b", "k_b"), key.mT), (source.replace("kv_b", "v_b"), value)]
     if name == "deepseek2" and source.endswith("e_score_correction_bias"):
         return [(source.replace("correction_bias", "correction.bias"), values)]
+    if source.endswith(".expert_bias"):
+        return [(f"{source}.bias", values)]
     if name in DELTA and source.endswith("norm.weight") and not source.endswith("linear_attn.norm.weight"):
         return [(source, values.float() + 1)]
     if name in DELTA and ".linear_attn." in source:

@@ -98,6 +98,7 @@ CASES = (
             "mamba2-biases-tied",
             "lfm2",
             "lfm2-biases-untied",
+            "lfm2-moe",
             "granite-4",
             "granite-4-dense",
             "qwen3-next",

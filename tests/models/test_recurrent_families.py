@@ -83,6 +83,13 @@ GRANITE = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }
 LFM2 = {"block_multiple_of": 16, "conv_L_cache": 3, "layer_types": ["conv", "full_attention", "conv"]}
+LFM2_MOE = {
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "num_dense_layers": 1,
+    "layer_types": ["conv", "full_attention", "conv"],
+}
 DELTA = {
     "num_hidden_layers": 4,
     "head_dim": 16,
@@ -173,6 +180,21 @@ CASES = (
             "conv_bias": True,
             "conv_L_cache": 5,
             "block_auto_adjust_ff_dim": False,
+            "tie_word_embeddings": False,
+        },
+        True,
+    ),
+    Case("lfm2-moe", "Lfm2Moe", LFM2_MOE),
+    Case(
+        "lfm2-moe-unbiased",
+        "Lfm2Moe",
+        {
+            **LFM2_MOE,
+            "num_dense_layers": 0,
+            "use_expert_bias": False,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 2.0,
+            "conv_bias": True,
             "tie_word_embeddings": False,
         },
         True,
@@ -381,7 +403,8 @@ def test_the_model_says_what_it_is(tiny: TinyCheckpoint) -> None:
     assert model.architecture == type(tiny.model).__name__
     assert (model.vocab_size, model.hidden_size) == (config.vocab_size, config.hidden_size)
     assert len(model.blocks) == config.num_hidden_layers
-    assert model.num_parameters == sum(weight.numel() for weight in tiny.model.parameters())
+    corrections = [one for name, one in tiny.model.named_buffers() if name.endswith("bias")]
+    assert model.num_parameters == sum(weight.numel() for weight in (*tiny.model.parameters(), *corrections))
     assert model.parameter_bytes >= 2 * model.num_parameters
     assert model.tied == config.tie_word_embeddings
     kinds = {spec.kind for spec in model.layer_specs}
@@ -573,6 +596,8 @@ REFUSED: tuple[tuple[str, dict[str, Any], type[QuireError]], ...] = (
     ("lfm2", {"block_use_swiglu": False}, Unsupported),
     ("lfm2", {"conv_L_cache": 1}, CheckpointError),
     ("lfm2", {"hidden_act": "gelu"}, Unsupported),
+    ("lfm2-moe", {"layer_types": None}, CheckpointError),
+    ("lfm2-moe", {"num_experts_per_tok": 7}, CheckpointError),
     ("qwen3-next", {"layer_types": ["full_attention"] * 3 + ["conv"]}, Unsupported),
     ("qwen3-next", {"linear_num_value_heads": 5}, CheckpointError),
     ("qwen3-next", {"num_experts": 0}, CheckpointError),
@@ -609,6 +634,8 @@ DECIDING: tuple[tuple[str, dict[str, Any]], ...] = (
     ("falcon-h1", {"mamba_rms_norm": True}),
     ("lfm2", {"conv_bias": True}),
     ("lfm2", {"layer_types": ["conv", "conv", "full_attention"]}),
+    ("lfm2-moe", {"use_expert_bias": False}),
+    ("lfm2-moe", {"routed_scaling_factor": 2.0}),
     ("qwen3-next", {"norm_topk_prob": False}),
     ("qwen3-next", {"linear_key_head_dim": 4}),
 )

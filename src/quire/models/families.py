@@ -183,7 +183,11 @@ _hybrid(
     granite_moe_hybrid.granite_moe_hybrid_spellings,
     partial(mixed_block, mixer=mamba2.mamba_of),
 )
-_hybrid("Lfm2ForCausalLM", lfm2.read_lfm2_config, lfm2.lfm2_spellings, partial(mixed_block, mixer=lfm2.short_conv))
+for _name, _read_lfm2 in (
+    ("Lfm2ForCausalLM", lfm2.read_lfm2_config),
+    ("Lfm2MoeForCausalLM", lfm2.read_lfm2_moe_config),
+):
+    _hybrid(_name, _read_lfm2, lfm2.lfm2_spellings, partial(mixed_block, mixer=lfm2.short_conv))
 _hybrid(
     "Mamba2ForCausalLM",
     mamba2.read_mamba2_config,
@@ -224,6 +228,7 @@ MODEL_TYPES: Mapping[str, str] = {
     "granite": "GraniteForCausalLM",
     "granitemoehybrid": "GraniteMoeHybridForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
+    "lfm2_moe": "Lfm2MoeForCausalLM",
     "llama": "LlamaForCausalLM",
     "mamba2": "Mamba2ForCausalLM",
     "ministral3": "Ministral3ForCausalLM",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -539,12 +539,24 @@ def _lfm2(metadata: Metadata) -> dict[str, Any]:
     }
 
 
-def _lfm2_origins(metadata: Metadata) -> dict[str, Origin]:
-    return {
-        f"model.layers.{layer}.conv.conv.weight": Origin((name,), _channels)
-        for layer in range(metadata.layers)
-        if metadata.holds(name := f"blk.{layer}.shortconv.conv.weight")
+def _lfm2_moe(metadata: Metadata) -> dict[str, Any]:
+    names = ("block_auto_adjust_ff_dim", "attention_bias")
+    return {name: one for name, one in _lfm2(metadata).items() if name not in names} | {
+        "num_experts": metadata.count("expert_count"),
+        "num_experts_per_tok": metadata.count("expert_used_count"),
+        "moe_intermediate_size": metadata.count("expert_feed_forward_length"),
+        "num_dense_layers": metadata.whole("leading_dense_block_count", 0),
+        "use_expert_bias": metadata.any("exp_probs_b.bias"),
     }
+
+
+def _lfm2_origins(metadata: Metadata) -> dict[str, Origin]:
+    found: dict[str, Origin] = {}
+    for layer in range(metadata.layers):
+        ours, theirs = f"blk.{layer}.", f"model.layers.{layer}."
+        found[f"{theirs}conv.conv.weight"] = Origin((f"{ours}shortconv.conv.weight",), _channels)
+        found[f"{theirs}feed_forward.expert_bias"] = Origin((f"{ours}exp_probs_b.bias",))
+    return {name: origin for name, origin in found.items() if metadata.holds(origin.tensors[0])}
 
 
 def _mamba2(metadata: Metadata) -> dict[str, Any]:
@@ -843,6 +855,35 @@ MIXTRAL = Architecture(
 )
 """Files that call themselves ``llama`` and have experts."""
 
+LFM2 = Architecture(
+    family="Lfm2ForCausalLM",
+    model_type="lfm2",
+    attends="some",
+    config=_lfm2,
+    trunk={**TRUNK, "token_embd_norm": "model.embedding_norm"},
+    layer={
+        **LAYER,
+        "attn_norm": "operator_norm",
+        "attn_output": "self_attn.out_proj",
+        "attn_q_norm": "self_attn.q_layernorm",
+        "attn_k_norm": "self_attn.k_layernorm",
+        "ffn_norm": "ffn_norm",
+        "ffn_gate": "feed_forward.w1",
+        "ffn_up": "feed_forward.w3",
+        "ffn_down": "feed_forward.w2",
+        "ffn_gate_inp": "feed_forward.gate",
+        "shortconv.in_proj": "conv.in_proj",
+        "shortconv.conv": "conv.conv",
+        "shortconv.out_proj": "conv.out_proj",
+    },
+    experts={
+        "ffn_gate_exps": "feed_forward.experts.{}.w1",
+        "ffn_up_exps": "feed_forward.experts.{}.w3",
+        "ffn_down_exps": "feed_forward.experts.{}.w2",
+    },
+    origins=_lfm2_origins,
+)
+
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture(family="LlamaForCausalLM", model_type="llama", permuted=True),
     "mistral3": Architecture(
@@ -933,28 +974,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         experts=QWEN_EXPERTS,
         origins=_deepseek2_origins,
     ),
-    "lfm2": Architecture(
-        family="Lfm2ForCausalLM",
-        model_type="lfm2",
-        attends="some",
-        config=_lfm2,
-        trunk={**TRUNK, "token_embd_norm": "model.embedding_norm"},
-        layer={
-            **LAYER,
-            "attn_norm": "operator_norm",
-            "attn_output": "self_attn.out_proj",
-            "attn_q_norm": "self_attn.q_layernorm",
-            "attn_k_norm": "self_attn.k_layernorm",
-            "ffn_norm": "ffn_norm",
-            "ffn_gate": "feed_forward.w1",
-            "ffn_up": "feed_forward.w3",
-            "ffn_down": "feed_forward.w2",
-            "shortconv.in_proj": "conv.in_proj",
-            "shortconv.conv": "conv.conv",
-            "shortconv.out_proj": "conv.out_proj",
-        },
-        origins=_lfm2_origins,
-    ),
+    "lfm2": LFM2,
+    "lfm2moe": replace(LFM2, family="Lfm2MoeForCausalLM", model_type="lfm2_moe", config=_lfm2_moe),
     "mamba2": Architecture(
         family="Mamba2ForCausalLM",
         model_type="mamba2",

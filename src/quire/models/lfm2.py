@@ -1,6 +1,7 @@
-"""LFM2 (Liquid AI): gated short convolutions, with attention in a few blocks.
+"""LFM2 (Liquid AI): gated short convolutions, with attention in a few blocks; LFM2-MoE, with
+experts in all but the first blocks.
 
-Source: transformers and the model's card.
+Source: transformers and the models' cards.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from quire.models.hybrid_decoder import (
     respelled,
     split_blocks,
 )
-from quire.models.mixture import read_layer_numbers
+from quire.models.mixture import MixtureConfig, mixture_names, pass_over_training, read_layer_numbers, read_num_experts
 from quire.models.tensor_names import Names, name_table
 from quire.nn.short_conv import ShortConv, ShortConvShape
+from quire.ops.experts import Routing
 from quire.weights.places import NameTable, Place
 
 KINDS: Mapping[str, bool] = {"full_attention": True, "conv": False}
@@ -63,16 +65,55 @@ def read_lfm2_config(values: Mapping[str, Any], max_model_len: int | None = None
     fields.expect("use_pos_enc", True)
     for name in ("block_dim", "conv_dim", "conv_dim_out"):
         fields.expect(name, geometry.hidden_size)
-    config = Lfm2Config(
-        trunk=DecoderConfig(
-            **{**geometry.common(), "intermediate_size": _inner_size(fields, geometry)},
-            layers=geometry.layers(rope_of(fields, geometry, theta_default=1_000_000.0)),
-            norm_eps=fields.number("norm_eps", 1e-5),
-            head_norms="shared",
-            tie_embeddings=fields.flag("tie_word_embeddings", True),
+    trunk = DecoderConfig(**{**_common(fields, geometry), "intermediate_size": _inner_size(fields, geometry)})
+    return _with_mixers(fields, trunk, _attends(fields, geometry))
+
+
+def read_lfm2_moe_config(values: Mapping[str, Any], max_model_len: int | None = None) -> Lfm2Config:
+    """Read ``Lfm2MoeForCausalLM``; the first ``num_dense_layers`` blocks (2) have no experts. The
+    older ``tie_embedding`` wins, as in transformers."""
+    values = dict(values)
+    if values.get("tie_embedding") is not None:
+        values["tie_word_embeddings"] = values.pop("tie_embedding")
+    fields = ConfigFields(values)
+    geometry = read_geometry(fields, "Lfm2MoeForCausalLM", "lfm2_moe", max_model_len, kv_heads_required=True)
+    attends = read_layer_types(fields, geometry.num_layers, KINDS)
+    if attends is None:
+        raise fields.error("layer_types", f"a list of {geometry.num_layers} strings")
+    num_experts, top_k = read_num_experts(fields, "num_experts", "num_local_experts")
+    pass_over_training(fields)
+    trunk = MixtureConfig(
+        **_common(fields, geometry),
+        num_experts=num_experts,
+        expert_size=fields.count("moe_intermediate_size"),
+        routing=Routing(
+            top_k=top_k,
+            scores="sigmoid",
+            renormalise=fields.flag("norm_topk_prob", True),
+            summand=1e-6,
+            scale=fields.number("routed_scaling_factor", 1.0),
         ),
-        **split_blocks(_attends(fields, geometry)),
-        mixer=ShortConvShape(channels=geometry.hidden_size, taps=read_taps(fields, "conv_L_cache", 3)),
+        dense_layers=tuple(range(min(fields.whole("num_dense_layers", 2), geometry.num_layers))),
+        correction=fields.flag("use_expert_bias", True),
+    )
+    return _with_mixers(fields, trunk, attends)
+
+
+def _common(fields: ConfigFields, geometry: DecoderGeometry) -> dict[str, Any]:
+    return {
+        **geometry.common(),
+        "layers": geometry.layers(rope_of(fields, geometry, theta_default=1_000_000.0)),
+        "norm_eps": fields.number("norm_eps", 1e-5),
+        "head_norms": "shared",
+        "tie_embeddings": fields.flag("tie_word_embeddings", True),
+    }
+
+
+def _with_mixers(fields: ConfigFields, trunk: DecoderConfig, attends: Sequence[bool]) -> Lfm2Config:
+    config = Lfm2Config(
+        trunk=trunk,
+        **split_blocks(attends),
+        mixer=ShortConvShape(channels=trunk.hidden_size, taps=read_taps(fields, "conv_L_cache", 3)),
         conv_bias=fields.flag("conv_bias", False),
     )
     refuse_unsupported(fields)
@@ -101,8 +142,18 @@ def _inner_size(fields: ConfigFields, geometry: DecoderGeometry) -> int:
 
 
 def lfm2_spellings(config: Lfm2Config) -> Sequence[NameTable]:
-    """Return the one name table of LFM2."""
-    table = only_attending(config, respelled(name_table(config.trunk, NAMES), SPELLINGS))
+    """Return the name table of LFM2; of a mixture that with single experts and that with stacked
+    ones."""
+    trunk = config.trunk
+    if not isinstance(trunk, MixtureConfig):
+        return (_with_mixer_names(config, name_table(trunk, NAMES)),)
+    kinds = (("w1", "w3", "w2"), None)
+    tables = (mixture_names(trunk, projections=one, names=NAMES, correction="expert_bias") for one in kinds)
+    return tuple(_with_mixer_names(config, table) for table in tables)
+
+
+def _with_mixer_names(config: Lfm2Config, decoder: Mapping[str, Place]) -> NameTable:
+    table = only_attending(config, respelled(decoder, SPELLINGS))
     width, shape = config.trunk.hidden_size, config.mixer
     for block in config.recurrent:
         for theirs, ours, sizes in (
@@ -113,7 +164,7 @@ def lfm2_spellings(config: Lfm2Config) -> Sequence[NameTable]:
             for part in ("weight", "bias") if config.conv_bias else ("weight",):
                 place = Place(parameter=f"{block}.mixer.{ours}.{part}", shape=sizes if part == "weight" else sizes[:1])
                 table[f"model.layers.{block}.conv.{theirs}.{part}"] = place
-    return (table,)
+    return table
 
 
 def short_conv(config: Lfm2Config, block: int, layer_id: int, parameters: Parameters) -> ShortConv:

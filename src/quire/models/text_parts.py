@@ -69,6 +69,12 @@ TEXT_TYPES: Mapping[str, TextType] = {
     "cohere2": TextType("Cohere2ForCausalLM", "cohere2", _sizes(256_000, 8192, 22_528, 40, 64, 64, 8192)),
     "deepseek_v3": TextType("DeepseekV3ForCausalLM", "deepseek_v3", {}),
     "lfm2": TextType("Lfm2ForCausalLM", "lfm2", _sizes(65_536, 2560, 12_288, 32, 32, 8, 128_000)),
+    "lfm2_moe": TextType(
+        "Lfm2MoeForCausalLM",
+        "lfm2_moe",
+        _sizes(65_536, 2048, 7168, 32, 32, 8, 128_000, moe_intermediate_size=1792, num_experts=32)
+        | {"num_experts_per_tok": 4},
+    ),
     "qwen3_5_text": TextType("Qwen3_5ForCausalLM", "qwen3_5_text", {}),
     "gemma3_text": TextType(
         "Gemma3ForCausalLM", "gemma3_text", _sizes(262_208, 2304, 9216, 26, 8, 4, 131_072)
