@@ -92,6 +92,24 @@ MIXED = {
     "mamba_expand": 2,
     "mamba_chunk_size": 16,
 }
+NEMOTRON = {
+    **EAGER,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "head_dim": 8,
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe"],
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 8,
+    "n_groups": 2,
+    "ssm_state_size": 12,
+    "time_step_min": 0.4,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 2,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 20,
+    "moe_latent_size": 16,
+}
 DELTA = {
     "num_hidden_layers": 4,
     "head_dim": 16,
@@ -213,6 +231,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Lfm2Moe",
         {**EXPERTS, "conv_L_cache": 3, "layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
     ),
+    "nemotron-h": ("NemotronH", NEMOTRON),
     "qwen3-next": ("Qwen3Next", {**EXPERTS, **DELTA, "shared_expert_intermediate_size": 40}),
     "qwen3.5": ("Qwen3_5", DELTA),
 }

@@ -18,7 +18,18 @@ from quire.base.errors import CheckpointError, Unsupported
 from quire.base.registry import Registry
 from quire.contracts.block_calls import LayerKernels
 from quire.contracts.model import Model
-from quire.models import bamba, deepseek, falcon_h1, gemma, granite_moe_hybrid, lfm2, llama, mamba2, qwen3_next
+from quire.models import (
+    bamba,
+    deepseek,
+    falcon_h1,
+    gemma,
+    granite_moe_hybrid,
+    lfm2,
+    llama,
+    mamba2,
+    nemotron_h,
+    qwen3_next,
+)
 from quire.models import dense_families as dense
 from quire.models.config_fields import ConfigReader
 from quire.models.decoder import Decoder, DecoderConfig, gated_mlp
@@ -196,6 +207,13 @@ _hybrid(
     mamba2.mamba2_ignorable_names,
     ("recurrent",),
 )
+_hybrid(
+    "NemotronHForCausalLM",
+    nemotron_h.read_nemotron_h_config,
+    nemotron_h.nemotron_h_spellings,
+    nemotron_h.nemotron_h_block,
+    nemotron_h.nemotron_h_ignorable_names,
+)
 for _name, _read_delta in (
     ("Qwen3NextForCausalLM", qwen3_next.read_qwen3_next_config),
     ("Qwen3_5ForCausalLM", qwen3_next.read_qwen3_5_config),
@@ -234,6 +252,7 @@ MODEL_TYPES: Mapping[str, str] = {
     "ministral3": "Ministral3ForCausalLM",
     "mistral": "MistralForCausalLM",
     "mixtral": "MixtralForCausalLM",
+    "nemotron_h": "NemotronHForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",

@@ -605,6 +605,53 @@ def _mixers(metadata: Metadata) -> dict[str, Any]:
     }
 
 
+def _nemotron_h(metadata: Metadata) -> dict[str, Any]:
+    """Return the fields of Nemotron-H, whose tensors say the kind of each block."""
+    inner, heads = metadata.count("ssm.inner_size"), metadata.count("ssm.time_step_rank")
+    marks = {"ssm_in": "linear_attention", "attn_q": "full_attention", "ffn_gate_inp": "moe", "ffn_up": "mlp"}
+    kinds = [
+        next((kind for part, kind in marks.items() if metadata.holds(f"blk.{layer}.{part}.weight")), "unknown")
+        for layer in range(metadata.layers)
+    ]
+    fields: dict[str, Any] = {
+        "layers_block_type": kinds,
+        "num_attention_heads": metadata.count("attention.head_count"),
+        "num_key_value_heads": max(metadata.counts("attention.head_count_kv")),
+        "head_dim": metadata.count("attention.key_length"),
+        "intermediate_size": metadata.shape(f"blk.{kinds.index('mlp')}.ffn_up.weight")[0] if "mlp" in kinds else 1,
+        "mlp_bias": metadata.any("ffn_up.bias"),
+        "layer_norm_epsilon": metadata.number("attention.layer_norm_rms_epsilon"),
+        "mamba_num_heads": heads,
+        "mamba_head_dim": inner // heads,
+        "n_groups": metadata.count("ssm.group_count"),
+        "ssm_state_size": metadata.count("ssm.state_size"),
+        "conv_kernel": metadata.count("ssm.conv_kernel"),
+        "use_conv_bias": metadata.any("ssm_conv1d.bias"),
+        "use_bias": metadata.any("ssm_in.bias"),
+    }
+    if "moe" not in kinds:
+        return fields
+    return fields | {
+        "n_routed_experts": metadata.count("expert_count"),
+        "num_experts_per_tok": metadata.count("expert_used_count"),
+        "moe_intermediate_size": metadata.count("expert_feed_forward_length"),
+        "moe_shared_expert_intermediate_size": metadata.count("expert_shared_feed_forward_length"),
+        "moe_latent_size": metadata.count("moe_latent_size") if metadata.has("moe_latent_size") else None,
+        "norm_topk_prob": metadata.flag("expert_weights_norm", True),
+        "routed_scaling_factor": metadata.number("expert_weights_scale", 0.0) or 1.0,
+        "n_group": metadata.whole("expert_group_count", 0) or 1,
+        "topk_group": metadata.whole("expert_group_used_count", 0) or 1,
+    }
+
+
+def _nemotron_h_origins(metadata: Metadata) -> dict[str, Origin]:
+    corrections = {
+        f"backbone.layers.{layer}.mixer.gate.e_score_correction_bias": Origin((f"blk.{layer}.exp_probs_b.bias",))
+        for layer in range(metadata.layers)
+    }
+    return _mamba_origins("backbone.layers.{}.mixer")(metadata) | corrections
+
+
 def _falcon_h1(metadata: Metadata) -> dict[str, Any]:
     """Return Falcon-H1's fields. The converter has multiplied the weights by the multipliers."""
     return _mixers(metadata) | {
@@ -855,6 +902,34 @@ MIXTRAL = Architecture(
 )
 """Files that call themselves ``llama`` and have experts."""
 
+NEMOTRON_H = Architecture(
+    family="NemotronHForCausalLM",
+    model_type="nemotron_h",
+    attends="none",
+    config=_nemotron_h,
+    trunk={"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f", "output": "lm_head"},
+    layer={
+        "attn_norm": "norm",
+        "attn_q": "mixer.q_proj",
+        "attn_k": "mixer.k_proj",
+        "attn_v": "mixer.v_proj",
+        "attn_output": "mixer.o_proj",
+        "ssm_in": "mixer.in_proj",
+        "ssm_conv1d": "mixer.conv1d",
+        "ssm_out": "mixer.out_proj",
+        "ffn_up": "mixer.up_proj",
+        "ffn_down": "mixer.down_proj",
+        "ffn_gate_inp": "mixer.gate",
+        "ffn_up_shexp": "mixer.shared_experts.up_proj",
+        "ffn_down_shexp": "mixer.shared_experts.down_proj",
+        "ffn_latent_down": "mixer.fc1_latent_proj",
+        "ffn_latent_up": "mixer.fc2_latent_proj",
+    },
+    layers="backbone.layers",
+    experts={"ffn_up_exps": "mixer.experts.{}.up_proj", "ffn_down_exps": "mixer.experts.{}.down_proj"},
+    origins=_nemotron_h_origins,
+)
+
 LFM2 = Architecture(
     family="Lfm2ForCausalLM",
     model_type="lfm2",
@@ -991,6 +1066,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         layers="backbone.layers",
         origins=_mamba_origins("backbone.layers.{}.mixer"),
     ),
+    "nemotron_h": NEMOTRON_H,
+    "nemotron_h_moe": NEMOTRON_H,
     "falcon-h1": Architecture(
         family="FalconH1ForCausalLM",
         model_type="falcon_h1",

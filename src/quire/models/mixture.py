@@ -99,13 +99,22 @@ def router(config: MixtureConfig, layer: int, parameters: Parameters) -> Router:
     )
 
 
-def experts_of(config: MixtureConfig, layer: int, parameters: Parameters, gate: Gate) -> Experts:
+def experts_of(
+    config: MixtureConfig,
+    layer: int,
+    parameters: Parameters,
+    gate: Gate,
+    *,
+    up: tuple[str, int] = ("gate_up", 2),
+    width: int | None = None,
+) -> Experts:
     """Build a layer's experts from ``{layer}.experts.gate_up.weight``, viewed as ``[X, 2F, E]``,
-    ``down.weight``, as ``[X, E, F]``, and their ``.bias [X, rows]``, if there are any."""
-    maps = []
+    ``down.weight``, as ``[X, E, F]``, and their ``.bias [X, rows]``, if there are any. ``up``:
+    another name and factor of F than ``gate_up`` and 2. ``width``: E; None: the model's."""
+    width, (first, factor), maps = width or config.hidden_size, up, []
     for part, outs, ins in (
-        ("gate_up", 2 * config.expert_size, config.hidden_size),
-        ("down", config.hidden_size, config.expert_size),
+        (first, factor * config.expert_size, width),
+        ("down", width, config.expert_size),
     ):
         name = f"{layer}.experts.{part}"
         weight = late(parameters, f"{name}.weight").view(config.num_experts, outs, ins)
@@ -137,9 +146,7 @@ def mixture_names(
         gate = Place(parameter=f"{layer}.router.weight", shape=(config.num_experts, config.hidden_size))
         table[f"{prefix}.gate.weight"] = gate
         if config.correction:
-            # In half precision its rounding would change choices.
-            place = Place(parameter=f"{layer}.router.correction", shape=(config.num_experts,), dtype=torch.float32)
-            table[f"{prefix}.{correction}"] = place
+            table[f"{prefix}.{correction}"] = correction_place(layer, config.num_experts)
         if projections is None:
             table |= _stacked_experts(config, layer, f"{prefix}.experts")
         else:
@@ -147,6 +154,12 @@ def mixture_names(
         if config.shared_size:
             table |= _shared_expert(config, layer, f"{prefix}.{shared}")
     return table
+
+
+def correction_place(layer: int | str, num_experts: int) -> Place:
+    """Return the place of a router's correction: in half precision its rounding would change
+    choices."""
+    return Place(parameter=f"{layer}.router.correction", shape=(num_experts,), dtype=torch.float32)
 
 
 def _single_experts(
