@@ -92,6 +92,23 @@ MIXED = {
     "mamba_expand": 2,
     "mamba_chunk_size": 16,
 }
+SHARED = {
+    "head_dim": 16,
+    "sliding_window": 5,
+    "vocab_size_per_layer_input": 101,
+    "hidden_size_per_layer_input": 8,
+    "final_logit_softcapping": 9.0,
+}
+GEMMA3N = {
+    **SHARED,
+    "num_hidden_layers": 6,
+    "num_kv_shared_layers": 3,
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention"] * 2,
+    "vocab_size_per_layer_input": 90,
+    "altup_num_inputs": 3,
+    "laurel_rank": 6,
+    "activation_sparsity_pattern": [0.9, 0.0, 0.6, 0.0, 0.0, 0.0],
+}
 NEMOTRON = {
     **EAGER,
     "hidden_size": 32,
@@ -158,6 +175,38 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
                 "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5000.0},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
             },
+        },
+    ),
+    "gemma3n": ("Gemma3n", GEMMA3N),
+    "gemma4": (
+        "Gemma4",
+        {
+            **SHARED,
+            "num_hidden_layers": 5,
+            "num_kv_shared_layers": 2,
+            "layer_types": [*["full_attention", "sliding_attention"] * 2, "full_attention"],
+            "global_head_dim": 24,
+            "use_double_wide_mlp": True,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 500.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    ),
+    "gemma4-moe": (
+        "Gemma4",
+        {
+            **EAGER,
+            **SHARED,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "hidden_size_per_layer_input": 0,
+            "global_head_dim": 24,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 32,
         },
     ),
     "olmo2": ("Olmo2", {}),
@@ -244,6 +293,8 @@ STATES = {
     "llama3",
     "mistral-window",
     "gemma3",
+    "gemma3n",
+    "gemma4",
     "gpt-oss",
     "deepseek-v3",
     "mamba2",
@@ -313,6 +364,8 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         for name, buffer in peer.named_buffers():
             if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.copy_(0.3 * torch.randn_like(buffer))
+            elif name.endswith("layer_scalar"):
+                buffer.fill_(0.8)
     path = tmp_path_factory.mktemp(request.param)
     peer.save_pretrained(path)
     tokens_T = torch.randint(3, VOCAB, (LENGTH,))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, Generic, Literal, TypeAlias, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from torch import Tensor
 from quire.base.errors import InvalidArgument
 from quire.contracts.block_calls import LayerKernels
 from quire.contracts.layers import FullAttention, LayerSpec, RopeSpec, WindowedAttention
-from quire.contracts.model import Block
+from quire.contracts.model import Block, WideRows
 from quire.contracts.rows import ActivationName
 from quire.models.blocks import (
     DecoderBlock,
@@ -61,6 +61,9 @@ class DecoderConfig:
 
     A family with experts adds fields in a subclass and gives ``Decoder`` a builder of its MLPs.
     """
+
+    DIVISIBLE: ClassVar[bool] = True
+    """Whether ranks can divide its layers."""
 
     architecture: str
     vocab_size: int
@@ -157,6 +160,7 @@ class Trunk:
 
     blocks: Sequence[Block]
     layer_specs: Sequence[LayerSpec]
+    wide: WideRows | None = None
 
     def __init__(
         self,

@@ -23,6 +23,9 @@ from quire.models import (
     deepseek,
     falcon_h1,
     gemma,
+    gemma3n,
+    gemma4,
+    gemma_layers,
     granite_moe_hybrid,
     lfm2,
     llama,
@@ -184,6 +187,16 @@ for _name, _read_latent in (
 _youtu: Build = partial(deepseek.LatentDecoder[Any], mlp=gated_mlp)
 _register("YoutuForCausalLM", LATENT, deepseek.read_youtu_config, deepseek.latent_spellings, build=_youtu)
 
+_layered = gemma_layers.layered_ignorable_names
+_register(
+    "Gemma3nForCausalLM",
+    WINDOWED,
+    gemma3n.read_gemma3n_config,
+    gemma3n.gemma3n_spellings,
+    _layered,
+    gemma3n.gemma3n,
+)
+_register("Gemma4ForCausalLM", WINDOWED, gemma4.read_gemma4_config, gemma4.gemma4_spellings, _layered, gemma4.gemma4)
 _hybrid("BambaForCausalLM", bamba.read_bamba_config, bamba.bamba_spellings, partial(mixed_block, mixer=mamba2.mamba_of))
 _hybrid(
     "FalconH1ForCausalLM", falcon_h1.read_falcon_h1_config, falcon_h1.falcon_h1_spellings, falcon_h1.side_by_side_block
@@ -240,6 +253,8 @@ MODEL_TYPES: Mapping[str, str] = {
     "falcon_h1": "FalconH1ForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "gemma3n_text": "Gemma3nForCausalLM",
+    "gemma4_text": "Gemma4ForCausalLM",
     "glm4": "Glm4ForCausalLM",
     "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
     "gpt_oss": "GptOssForCausalLM",

@@ -76,6 +76,14 @@ TEXT_TYPES: Mapping[str, TextType] = {
         | {"num_experts_per_tok": 4},
     ),
     "qwen3_5_text": TextType("Qwen3_5ForCausalLM", "qwen3_5_text", {}),
+    "gemma3n_text": TextType(
+        "Gemma3nForCausalLM",
+        "gemma3n_text",
+        _sizes(262_400, 2048, 16_384, 35, 8, 2, 32_768) | {"intermediate_size": [16_384] * 35},
+    ),
+    "gemma4_text": TextType(
+        "Gemma4ForCausalLM", "gemma4_text", _sizes(262_144, 2304, 9216, 30, 8, 4, 131_072)
+    ),
     "gemma3_text": TextType(
         "Gemma3ForCausalLM", "gemma3_text", _sizes(262_208, 2304, 9216, 26, 8, 4, 131_072)
     ),
@@ -89,6 +97,8 @@ IMAGE_TEXT: Mapping[str, str] = {
     "DeepseekVLForConditionalGeneration": "llama",
     "DeepseekVLHybridForConditionalGeneration": "llama",
     "FastVlmForConditionalGeneration": "qwen2",
+    "Gemma3nForConditionalGeneration": "gemma3n_text",
+    "Gemma4ForConditionalGeneration": "gemma4_text",
     "GotOcr2ForConditionalGeneration": "qwen2",
     "Idefics2ForConditionalGeneration": "mistral",
     "Idefics3ForConditionalGeneration": "llama",

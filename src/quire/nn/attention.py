@@ -154,3 +154,38 @@ class GatedAttention(NormedAttention):
         v_THD = v_TC.view(-1, spec.num_kv_heads, spec.value_dim)
         out_THD = pass_.attend(self.layer_id, self.q_norm(q_THD), k_THD, v_THD)
         return out_THD.mul_(torch.sigmoid(gate_THD)).flatten(-2)
+
+
+@dataclass(slots=True, eq=False)
+class ValueNormedAttention(NormedAttention):
+    """Attention with normed query, key and value heads (Gemma 3n, Gemma 4)."""
+
+    v_norm: RMSNorm
+    keys_as_values: bool = False
+    """Whether V is K before its norm and its rotation; ``qkv`` then has no rows of V."""
+
+    def heads(self, x_TE: Tensor, pass_: Pass) -> Tensor:
+        """See ``Attention``."""
+        spec = self.spec
+        parts = torch.split(self.qkv(x_TE), self._sizes[: 3 - self.keys_as_values], dim=-1)
+        q_THD = self.q_norm(parts[0].view(-1, spec.num_heads, spec.head_dim))
+        k_THD, v_THD = (one.view(-1, spec.num_kv_heads, spec.head_dim) for one in (parts[1], parts[-1]))
+        return pass_.attend(self.layer_id, q_THD, self.k_norm(k_THD), self.v_norm(v_THD)).flatten(-2)
+
+
+@dataclass(slots=True, eq=False)
+class SharedAttention:
+    """Attention over the K and V of another layer."""
+
+    source: int
+    """Id of that layer."""
+    spec: FullAttention | WindowedAttention
+    qkv: Linear
+    """E to Hq*Dk"""
+    out: Linear
+    q_norm: RMSNorm
+
+    def __call__(self, x_TE: Tensor, pass_: Pass) -> Tensor:
+        """Map ``[T, E]`` to a fresh ``[T, E]``; nothing is stored."""
+        q_THD = self.q_norm(self.qkv(x_TE).view(-1, self.spec.num_heads, self.spec.head_dim))
+        return self.out(pass_.attend_shared(self.source, q_THD).flatten(-2))
