@@ -280,6 +280,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Lfm2Moe",
         {**EXPERTS, "conv_L_cache": 3, "layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
     ),
+    "lfm3": (
+        "Lfm3",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "sliding_window": 5,
+            "conv_L_cache": 4,
+            "layer_types": ["conv", "sliding_attention", "full_attention", "conv"],
+        },
+    ),
     "nemotron-h": ("NemotronH", NEMOTRON),
     "qwen3-next": ("Qwen3Next", {**EXPERTS, **DELTA, "shared_expert_intermediate_size": 40}),
     "qwen3.5": ("Qwen3_5", DELTA),
@@ -301,10 +311,12 @@ STATES = {
     "bamba",
     "falcon-h1",
     "lfm2",
+    "lfm3",
     "qwen3-next",
 }
 """Families that between them have every kind of state: K and V, windows in all layers and in some,
-learned sinks, latent rows, recurrent layers alone, beside and between attention.
+learned sinks, latent rows, rows of another layer, recurrent layers alone, beside and between
+attention, also with windows.
 """
 OF_THE_FAMILY = {
     "test_prefill_in_chunks_and_decode",

@@ -83,6 +83,12 @@ GRANITE = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }
 LFM2 = {"block_multiple_of": 16, "conv_L_cache": 3, "layer_types": ["conv", "full_attention", "conv"]}
+LFM3 = {
+    "head_dim": 8,
+    "sliding_window": 9,
+    "conv_L_cache": 4,
+    "layer_types": ["sliding_attention", "conv", "full_attention"],
+}
 NEMOTRON = {
     "head_dim": 8,
     "layers_block_type": ["linear_attention", "moe", "full_attention"],
@@ -208,6 +214,22 @@ CASES = (
             "use_expert_bias": False,
             "norm_topk_prob": False,
             "routed_scaling_factor": 2.0,
+            "conv_bias": True,
+            "tie_word_embeddings": False,
+        },
+        True,
+    ),
+    Case("lfm3", "Lfm3", LFM3),
+    Case(
+        "lfm3-plain",
+        "Lfm3",
+        {
+            **LFM3,
+            "layer_types": None,
+            "num_hidden_layers": 5,
+            "use_sandwich_norm": False,
+            "use_attention_gate": False,
+            "attention_bias": True,
             "conv_bias": True,
             "tie_word_embeddings": False,
         },
@@ -636,6 +658,9 @@ REFUSED: tuple[tuple[str, dict[str, Any], type[QuireError]], ...] = (
     ("lfm2", {"hidden_act": "gelu"}, Unsupported),
     ("lfm2-moe", {"layer_types": None}, CheckpointError),
     ("lfm2-moe", {"num_experts_per_tok": 7}, CheckpointError),
+    ("lfm3", {"layer_types": ["conv", "moe", "conv"]}, Unsupported),
+    ("lfm3", {"sliding_window": None}, CheckpointError),
+    ("lfm3", {"hidden_act": "gelu"}, Unsupported),
     ("nemotron-h", {"layers_block_type": ["mamba", "mlp", "conv"]}, Unsupported),
     ("nemotron-h", {"layers_block_type": []}, CheckpointError),
     ("nemotron-h", {"mlp_hidden_act": "silu"}, Unsupported),
@@ -682,6 +707,9 @@ DECIDING: tuple[tuple[str, dict[str, Any]], ...] = (
     ("lfm2", {"layer_types": ["conv", "conv", "full_attention"]}),
     ("lfm2-moe", {"use_expert_bias": False}),
     ("lfm2-moe", {"routed_scaling_factor": 2.0}),
+    ("lfm3", {"use_attention_gate": False}),
+    ("lfm3", {"use_sandwich_norm": False}),
+    ("lfm3", {"layer_types": ["conv", "full_attention", "full_attention"]}),
     ("nemotron-h", {"time_step_min": 0.1}),
     ("nemotron-h", {"layers_block_type": ["mamba", "mlp", "attention"]}),
     ("nemotron-h", {"moe_latent_size": 4}),

@@ -79,6 +79,7 @@ FURTHER: Mapping[str, Mapping[str, Any]] = {
     },
     "qwen3_vl_moe_text": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
     "lfm2": {"full_attn_idxs": [1], "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+    "lfm3": {"layer_types": ["conv", "sliding_attention"], "sliding_window": 6, "conv_L_cache": 3},
     "mistral": {"sliding_window": None},
     "gemma4_text": {**SHARED, "global_head_dim": 16},
 }

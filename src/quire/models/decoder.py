@@ -293,7 +293,7 @@ def attention_of(
     parameters: Parameters,
     *,
     layer_id: int | None = None,
-    normed: type[NormedAttention] = NormedAttention,
+    normed: Callable[..., NormedAttention] = NormedAttention,
 ) -> Attention:
     """Build attention from ``{layer}.qkv`` and ``.out``, for normed heads ``.q_norm``, ``.k_norm``.
 

@@ -207,11 +207,16 @@ _hybrid(
     granite_moe_hybrid.granite_moe_hybrid_spellings,
     partial(mixed_block, mixer=mamba2.mamba_of),
 )
-for _name, _read_lfm2 in (
-    ("Lfm2ForCausalLM", lfm2.read_lfm2_config),
-    ("Lfm2MoeForCausalLM", lfm2.read_lfm2_moe_config),
-):
-    _hybrid(_name, _read_lfm2, lfm2.lfm2_spellings, partial(mixed_block, mixer=lfm2.short_conv))
+_short: BlockBuilder[Any] = partial(mixed_block, mixer=lfm2.short_conv)
+_hybrid("Lfm2ForCausalLM", lfm2.read_lfm2_config, lfm2.lfm2_spellings, _short)
+_hybrid("Lfm2MoeForCausalLM", lfm2.read_lfm2_moe_config, lfm2.lfm2_spellings, _short)
+_hybrid(
+    "Lfm3ForCausalLM",
+    lfm2.read_lfm3_config,
+    lfm2.lfm3_spellings,
+    _short,
+    state_kinds=("full", "window", "recurrent"),
+)
 _hybrid(
     "Mamba2ForCausalLM",
     mamba2.read_mamba2_config,
@@ -262,6 +267,7 @@ MODEL_TYPES: Mapping[str, str] = {
     "granitemoehybrid": "GraniteMoeHybridForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
     "lfm2_moe": "Lfm2MoeForCausalLM",
+    "lfm3": "Lfm3ForCausalLM",
     "llama": "LlamaForCausalLM",
     "mamba2": "Mamba2ForCausalLM",
     "ministral3": "Ministral3ForCausalLM",

@@ -75,6 +75,7 @@ TEXT_TYPES: Mapping[str, TextType] = {
         _sizes(65_536, 2048, 7168, 32, 32, 8, 128_000, moe_intermediate_size=1792, num_experts=32)
         | {"num_experts_per_tok": 4},
     ),
+    "lfm3": TextType("Lfm3ForCausalLM", "lfm3", _sizes(128_000, 2048, 7680, 24, 16, 4, 128_000, head_dim=128)),
     "qwen3_5_text": TextType("Qwen3_5ForCausalLM", "qwen3_5_text", {}),
     "gemma3n_text": TextType(
         "Gemma3nForCausalLM",
@@ -106,6 +107,7 @@ IMAGE_TEXT: Mapping[str, str] = {
     "JanusForConditionalGeneration": "llama",
     "Kimi_K25ForConditionalGeneration": "deepseek_v3",
     "Lfm2VlForConditionalGeneration": "lfm2",
+    "Lfm3VlForConditionalGeneration": "lfm3",
     "LightOnOcrForConditionalGeneration": "qwen3",
     "LlavaForConditionalGeneration": "llama",
     "LlavaNextForConditionalGeneration": "llama",

@@ -134,6 +134,20 @@ class WidthNormedAttention(NormedAttention):
         return pass_.attend(self.layer_id, q_THD, k_THD, v_THD).flatten(-2)
 
 
+@dataclass(slots=True, eq=False)
+class HeadGatedAttention(NormedAttention):
+    """Attention with normed query and key heads, of which each head's output is multiplied by a
+    sigmoid of the input (LFM3)."""
+
+    gate: Linear = field(kw_only=True)
+    """E to Hq"""
+
+    def heads(self, x_TE: Tensor, pass_: Pass) -> Tensor:
+        """See ``Attention``."""
+        out_THD = NormedAttention.heads(self, x_TE, pass_).view(-1, self.spec.num_heads, self.spec.value_dim)
+        return out_THD.mul_(torch.sigmoid(self.gate(x_TE))[:, :, None]).flatten(-2)
+
+
 class GatedAttention(NormedAttention):
     """Attention with normed query and key heads and a sigmoid gate (arXiv:2505.06708), as in
     Qwen3-Next. In ``qkv`` (E to 2*Hq*D + 2*Hkv*D) the D rows of each query head's gate follow its
