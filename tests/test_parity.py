@@ -92,6 +92,41 @@ MIXED = {
     "mamba_expand": 2,
     "mamba_chunk_size": 16,
 }
+SHARED = {
+    "head_dim": 16,
+    "sliding_window": 5,
+    "vocab_size_per_layer_input": 101,
+    "hidden_size_per_layer_input": 8,
+    "final_logit_softcapping": 9.0,
+}
+GEMMA3N = {
+    **SHARED,
+    "num_hidden_layers": 6,
+    "num_kv_shared_layers": 3,
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention"] * 2,
+    "vocab_size_per_layer_input": 90,
+    "altup_num_inputs": 3,
+    "laurel_rank": 6,
+    "activation_sparsity_pattern": [0.9, 0.0, 0.6, 0.0, 0.0, 0.0],
+}
+NEMOTRON = {
+    **EAGER,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "head_dim": 8,
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe"],
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 8,
+    "n_groups": 2,
+    "ssm_state_size": 12,
+    "time_step_min": 0.4,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 2,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 20,
+    "moe_latent_size": 16,
+}
 DELTA = {
     "num_hidden_layers": 4,
     "head_dim": 16,
@@ -109,6 +144,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-mqa": ("Llama", {"num_key_value_heads": 1}),
     "mistral": ("Mistral", {"sliding_window": None, "head_dim": 8}),
     "mistral-window": ("Mistral", {"sliding_window": 7}),
+    "ministral3": (
+        "Ministral3",
+        {"head_dim": 8, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.7}},
+    ),
     "qwen2": ("Qwen2", {"use_sliding_window": False}),
     "qwen2-windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}),
     "qwen3": ("Qwen3", {"use_sliding_window": False, "head_dim": 16}),
@@ -136,6 +175,38 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
                 "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5000.0},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
             },
+        },
+    ),
+    "gemma3n": ("Gemma3n", GEMMA3N),
+    "gemma4": (
+        "Gemma4",
+        {
+            **SHARED,
+            "num_hidden_layers": 5,
+            "num_kv_shared_layers": 2,
+            "layer_types": [*["full_attention", "sliding_attention"] * 2, "full_attention"],
+            "global_head_dim": 24,
+            "use_double_wide_mlp": True,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 500.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    ),
+    "gemma4-moe": (
+        "Gemma4",
+        {
+            **EAGER,
+            **SHARED,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "hidden_size_per_layer_input": 0,
+            "global_head_dim": 24,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 32,
         },
     ),
     "olmo2": ("Olmo2", {}),
@@ -205,6 +276,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "lfm2": ("Lfm2", {"conv_L_cache": 3, "layer_types": ["conv", "full_attention", "conv"]}),
+    "lfm2-moe": (
+        "Lfm2Moe",
+        {**EXPERTS, "conv_L_cache": 3, "layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
+    ),
+    "lfm3": (
+        "Lfm3",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "sliding_window": 5,
+            "conv_L_cache": 4,
+            "layer_types": ["conv", "sliding_attention", "full_attention", "conv"],
+        },
+    ),
+    "nemotron-h": ("NemotronH", NEMOTRON),
     "qwen3-next": ("Qwen3Next", {**EXPERTS, **DELTA, "shared_expert_intermediate_size": 40}),
     "qwen3.5": ("Qwen3_5", DELTA),
 }
@@ -217,16 +303,20 @@ STATES = {
     "llama3",
     "mistral-window",
     "gemma3",
+    "gemma3n",
+    "gemma4",
     "gpt-oss",
     "deepseek-v3",
     "mamba2",
     "bamba",
     "falcon-h1",
     "lfm2",
+    "lfm3",
     "qwen3-next",
 }
 """Families that between them have every kind of state: K and V, windows in all layers and in some,
-learned sinks, latent rows, recurrent layers alone, beside and between attention.
+learned sinks, latent rows, rows of another layer, recurrent layers alone, beside and between
+attention, also with windows.
 """
 OF_THE_FAMILY = {
     "test_prefill_in_chunks_and_decode",
@@ -284,8 +374,10 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
             # The initial weights are so small that all logits are nearly equal.
             parameter.mul_(3.0 if parameter.dim() > 1 else 1.0).add_(0.1 * torch.randn_like(parameter))
         for name, buffer in peer.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.copy_(0.3 * torch.randn_like(buffer))
+            elif name.endswith("layer_scalar"):
+                buffer.fill_(0.8)
     path = tmp_path_factory.mktemp(request.param)
     peer.save_pretrained(path)
     tokens_T = torch.randint(3, VOCAB, (LENGTH,))

@@ -89,8 +89,8 @@ def make_tiny(family: str, path: Path, **fields: Any) -> Tiny:
         "head_dim": 8,
         "max_position_embeddings": CONTEXT,
     }
-    config = getattr(transformers, f"{family}Config")(**sizes | fields)
-    reference = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
+    kind = getattr(transformers, f"{family}ForCausalLM")
+    reference = kind(kind.config_class(**sizes | fields)).float().eval()
     generator = torch.Generator().manual_seed(len(family))
     with torch.no_grad():
         for name, weight in reference.named_parameters():
@@ -220,7 +220,10 @@ def snapshot(executor: Executor, *caches: KVCache) -> object:
                 [row.seq for row in cache.rows],
                 [tuple(pages.tolist()) for pages in cache.pages()],
                 [cache.token_ids(index).tolist() for index in range(cache.batch_size)],  # type: ignore[union-attr]
-                [cache.read(layer, cache.lengths, values=True).sum().item() for layer in range(LAYERS)],
+                [
+                    cache.read(layer, cache.lengths, values=True).sum().item()
+                    for layer in executor.pool.state.geometry.layer_ids
+                ],
             )
             for cache in caches
         ],

@@ -42,7 +42,19 @@ KINDS = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
+    "shared": (
+        "Gemma3n",
+        {
+            "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "num_kv_shared_layers": 1,
+            "vocab_size_per_layer_input": VOCAB,
+            "hidden_size_per_layer_input": 4,
+            "laurel_rank": 4,
+        },
+    ),
 }
+"""In all layers, in some, and in one of two whose K and V a third layer reads."""
 
 
 @pytest.fixture(scope="module")
@@ -237,7 +249,7 @@ def test_what_handles_show(tiny: Tiny) -> None:
     fresh = make_executor(tiny, prefill_chunk_size=0)
     whole = fresh.prefill(prompt(ids)).kv_cache
     held = 21 - WINDOW
-    for layer in range(LAYERS):
+    for layer in range(len(tiny.model.layer_specs)):
         keys, values = handle.key_cache(layer), handle.value_cache(layer)
         assert keys.shape == values.shape == (1, 21, 2, 8)
         assert_close(keys[:, held:], whole.key_cache(layer)[:, held:])

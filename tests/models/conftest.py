@@ -35,6 +35,7 @@ LLAMA3_ROPE = {
 }
 # Half of the tokens of a test lie beyond the original length.
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 300.0, "factor": 4.0, "original_max_position_embeddings": 16}
+MINISTRAL_ROPE = {**YARN_ROPE, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5}
 LONG_ROPE = {
     "rope_type": "longrope",
     "rope_theta": 200.0,
@@ -76,6 +77,7 @@ CASES = (
     Case("mistral", "Mistral", {"sliding_window": None, "head_dim": 16}),
     Case("mistral-long-window", "Mistral", {"sliding_window": 128, "rms_norm_eps": 1e-2}),
     Case("mistral-window", "Mistral", {"sliding_window": 7}),
+    Case("ministral3", "Ministral3", {"head_dim": 8, "rope_parameters": MINISTRAL_ROPE}),
     Case("qwen2", "Qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
     Case("qwen2-tied-sharded", "Qwen2", {"tie_word_embeddings": True}, sharded=True),
     Case("qwen2-windows", "Qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),

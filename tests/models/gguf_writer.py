@@ -17,11 +17,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-PERMUTED = ("llama", "granite", "smollm3", "granitehybrid")
+PERMUTED = ("llama", "mistral3", "granite", "smollm3", "granitehybrid")
 DELTA = ("qwen3next", "qwen35", "qwen35moe")
 ARCHITECTURES = {
     "llama": "llama",
     "mistral": "llama",
+    "ministral3": "mistral3",
     "mixtral": "llama",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
@@ -40,6 +41,8 @@ ARCHITECTURES = {
     "deepseek_v2": "deepseek2",
     "deepseek_v3": "deepseek2",
     "lfm2": "lfm2",
+    "nemotron_h": "nemotron_h",
+    "lfm2_moe": "lfm2moe",
     "mamba2": "mamba2",
     "falcon_h1": "falcon-h1",
     "granitemoehybrid": "granitehybrid",
@@ -69,6 +72,9 @@ def write_gguf(
     of some, by a part of their GGUF names. ``changes``: other keys, and other values of keys."""
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     name = ARCHITECTURES[config["model_type"]]
+    if "moe" in (config.get("layers_block_type") or ()):
+        name += "_moe"
+    config.setdefault("num_hidden_layers", len(config.get("layers_block_type") or ()))
     architecture = next(one for one, text in gguf.MODEL_ARCH_NAMES.items() if text == name)
     tensors: dict[str, Tensor] = {}
     for file in sorted(model.glob("*.safetensors")):
@@ -133,6 +139,8 @@ def keys_of(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[st
     ):
         if config.get(theirs) is not None and kind != "mamba2":
             keys[ours] = config[theirs]
+    if kind == "nemotron_h":
+        keys |= nemotron_keys(config)
     if kind in ("gemma2", "gemma3_text", "cohere2", "phi3", "gpt_oss") and config.get("sliding_window"):
         keys["attention.sliding_window"] = config["sliding_window"]
     head = config.get("head_dim") or config["hidden_size"] // config.get("num_attention_heads", 1)
@@ -154,10 +162,15 @@ def keys_of(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[st
         original = config["original_max_position_embeddings"]
         grown = math.sqrt(1 + math.log(config["max_position_embeddings"] / original) / math.log(original))
         keys |= {"rope.scaling.original_context_length": original, "rope.scaling.attn_factor": grown}
+    if kind == "ministral3":
+        keys["attention.temperature_scale"] = rope["llama_4_scaling_beta"]
+        keys["rope.scaling.yarn_log_multiplier"] = rope["mscale_all_dim"]
     if kind == "gpt_oss":
         del keys["feed_forward_length"]
         keys["expert_feed_forward_length"] = config["intermediate_size"]
-    if kind == "lfm2":
+    if kind == "lfm2_moe":
+        keys |= {"leading_dense_block_count": config["num_dense_layers"], "expert_gating_func": 2}
+    if kind in ("lfm2", "lfm2_moe"):
         attends = [one == "full_attention" for one in config["layer_types"]]
         keys["attention.head_count_kv"] = [config["num_key_value_heads"] * one for one in attends]
         keys["shortconv.l_cache"] = config["conv_L_cache"]
@@ -186,6 +199,36 @@ def keys_of(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[st
             "ssm.time_step_rank": values,
             "ssm.group_count": config["linear_num_key_heads"],
         }
+    return keys
+
+
+def nemotron_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    kinds = config["layers_block_type"]
+    inner = config["moe_intermediate_size" if "moe" in kinds else "intermediate_size"]
+    own = "moe" if "moe" in kinds else "mlp"
+    keys: dict[str, Any] = {
+        "attention.head_count_kv": [config["num_key_value_heads"] * (one == "full_attention") for one in kinds],
+        "attention.layer_norm_rms_epsilon": config["layer_norm_epsilon"],
+        "feed_forward_length": [inner * (one == own) for one in kinds],
+        "ssm.conv_kernel": config["conv_kernel"],
+        "ssm.inner_size": config["mamba_num_heads"] * config["mamba_head_dim"],
+        "ssm.state_size": config["ssm_state_size"],
+        "ssm.time_step_rank": config["mamba_num_heads"],
+        "ssm.group_count": config["n_groups"],
+    }
+    if "moe" in kinds:
+        keys |= {
+            "expert_count": config["n_routed_experts"],
+            "expert_used_count": config["num_experts_per_tok"],
+            "expert_feed_forward_length": config["moe_intermediate_size"],
+            "expert_shared_feed_forward_length": config["moe_shared_expert_intermediate_size"],
+            "expert_weights_norm": config["norm_topk_prob"],
+            "expert_weights_scale": float(config["routed_scaling_factor"]),
+            "expert_group_count": config["n_group"],
+            "expert_group_used_count": config["topk_group"],
+        }
+        if config.get("moe_latent_size"):
+            keys["moe_latent_size"] = config["moe_latent_size"]
     return keys
 
 
@@ -250,6 +293,8 @@ def converted(config: Mapping[str, Any], name: str, tensors: Mapping[str, Tensor
         for target, one in changed(config, name, source, values):
             found[names.get_name(target, try_suffixes=(".weight", ".bias")) or target] = one
     for source, stack in stacks.items():
+        source = source.removeprefix("model.") if name == "lfm2moe" else source
+        source = re.sub("^backbone(.*)mixer", r"model\1mlp", source)
         target = names.get_name(source, try_suffixes=(".weight",))
         found[target] = torch.stack([stack[number] for number in sorted(stack)])
     rope = config.get("rope_parameters") or {}
@@ -280,8 +325,10 @@ def changed(config: Mapping[str, Any], name: str, source: str, values: Tensor) -
         heads = config["num_attention_heads"]
         key, value = values.unflatten(0, (heads, -1)).split([config["qk_nope_head_dim"], config["v_head_dim"]], 1)
         return [(source.replace("kv_b", "k_b"), key.mT), (source.replace("kv_b", "v_b"), value)]
-    if name == "deepseek2" and source.endswith("e_score_correction_bias"):
+    if source.endswith("e_score_correction_bias"):
         return [(source.replace("correction_bias", "correction.bias"), values)]
+    if source.endswith(".expert_bias"):
+        return [(f"{source}.bias", values)]
     if name in DELTA and source.endswith("norm.weight") and not source.endswith("linear_attn.norm.weight"):
         return [(source, values.float() + 1)]
     if name in DELTA and ".linear_attn." in source:

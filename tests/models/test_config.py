@@ -34,6 +34,7 @@ ALL = ROPE | {"hidden_act"}
 READS: dict[str, set[str]] = {
     "LlamaForCausalLM": ALL | {"attention_bias", "mlp_bias"},
     "MistralForCausalLM": ALL,
+    "Ministral3ForCausalLM": ALL,
     "Qwen2ForCausalLM": ALL | {"use_sliding_window", "attention_bias"},
     "Qwen3ForCausalLM": ALL | {"use_sliding_window", "attention_bias"},
     "Phi3ForCausalLM": ALL,

@@ -66,6 +66,7 @@ CASES = (
             "llama-head-dim",
             "llama-rope-linear",
             "llama-rope-yarn",
+            "ministral3",
             "qwen2",
             "qwen2-tied-sharded",
             "qwen3",
@@ -98,6 +99,10 @@ CASES = (
             "mamba2-biases-tied",
             "lfm2",
             "lfm2-biases-untied",
+            "lfm2-moe",
+            "nemotron-h",
+            "nemotron-h-dense",
+            "nemotron-h-latent",
             "granite-4",
             "granite-4-dense",
             "qwen3-next",
@@ -140,8 +145,7 @@ def parameters_of(path: Path) -> tuple[str, dict[str, Tensor]]:
 
 def test_every_architecture_has_a_case() -> None:
     kinds = {ARCHITECTURES[kind] for kind in ARCHITECTURES}
-    # Llama's tensors under another name.
-    assert kinds | {"mistral3"} == set(ROWS)
+    assert kinds | {"nemotron_h_moe"} == set(ROWS)
 
 
 @pytest.mark.parametrize("name", ["falcon-h1", "falcon-h1-gated-first"])

@@ -48,6 +48,10 @@ class DensePass:
         start = int(self.positions_T[-1]) + 1 if len(self.positions_T) else 0
         self.positions_T = torch.arange(start, start + num_tokens, dtype=torch.int32)
 
+    @property
+    def places_T(self) -> Tensor:
+        return self.positions_T.long()
+
     def attention_parts(self, layer_id: int, norms: HeadNormWeights | None, dtype: torch.dtype) -> None:
         """The block does not run whole."""
 

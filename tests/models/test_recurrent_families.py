@@ -83,6 +83,33 @@ GRANITE = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }
 LFM2 = {"block_multiple_of": 16, "conv_L_cache": 3, "layer_types": ["conv", "full_attention", "conv"]}
+LFM3 = {
+    "head_dim": 8,
+    "sliding_window": 9,
+    "conv_L_cache": 4,
+    "layer_types": ["sliding_attention", "conv", "full_attention"],
+}
+NEMOTRON = {
+    "head_dim": 8,
+    "layers_block_type": ["linear_attention", "moe", "full_attention"],
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 8,
+    "n_groups": 2,
+    "ssm_state_size": 12,
+    "n_routed_experts": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 20,
+    "routed_scaling_factor": 2.0,
+}
+LFM2_MOE = {
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "num_dense_layers": 1,
+    "layer_types": ["conv", "full_attention", "conv"],
+}
 DELTA = {
     "num_hidden_layers": 4,
     "head_dim": 16,
@@ -176,6 +203,61 @@ CASES = (
             "tie_word_embeddings": False,
         },
         True,
+    ),
+    Case("lfm2-moe", "Lfm2Moe", LFM2_MOE),
+    Case(
+        "lfm2-moe-unbiased",
+        "Lfm2Moe",
+        {
+            **LFM2_MOE,
+            "num_dense_layers": 0,
+            "use_expert_bias": False,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 2.0,
+            "conv_bias": True,
+            "tie_word_embeddings": False,
+        },
+        True,
+    ),
+    Case("lfm3", "Lfm3", LFM3),
+    Case(
+        "lfm3-plain",
+        "Lfm3",
+        {
+            **LFM3,
+            "layer_types": None,
+            "num_hidden_layers": 5,
+            "use_sandwich_norm": False,
+            "use_attention_gate": False,
+            "attention_bias": True,
+            "conv_bias": True,
+            "tie_word_embeddings": False,
+        },
+        True,
+    ),
+    Case("nemotron-h", "NemotronH", NEMOTRON),
+    Case(
+        "nemotron-h-dense",
+        "NemotronH",
+        {
+            **NEMOTRON,
+            "layers_block_type": ["linear_attention", "mlp", "full_attention"],
+            "use_bias": True,
+            "mlp_bias": True,
+            "use_conv_bias": False,
+        },
+        True,
+    ),
+    Case(
+        "nemotron-h-latent",
+        "NemotronH",
+        {
+            **NEMOTRON,
+            "layers_block_type": ["moe", "linear_attention", "full_attention"],
+            "moe_latent_size": 16,
+            "n_group": 4,
+            "topk_group": 2,
+        },
     ),
     Case("qwen3-next", "Qwen3Next", {**DELTA, **EXPERTS}),
     Case(
@@ -381,7 +463,8 @@ def test_the_model_says_what_it_is(tiny: TinyCheckpoint) -> None:
     assert model.architecture == type(tiny.model).__name__
     assert (model.vocab_size, model.hidden_size) == (config.vocab_size, config.hidden_size)
     assert len(model.blocks) == config.num_hidden_layers
-    assert model.num_parameters == sum(weight.numel() for weight in tiny.model.parameters())
+    corrections = [one for name, one in tiny.model.named_buffers() if name.endswith("bias")]
+    assert model.num_parameters == sum(weight.numel() for weight in (*tiny.model.parameters(), *corrections))
     assert model.parameter_bytes >= 2 * model.num_parameters
     assert model.tied == config.tie_word_embeddings
     kinds = {spec.kind for spec in model.layer_specs}
@@ -573,6 +656,19 @@ REFUSED: tuple[tuple[str, dict[str, Any], type[QuireError]], ...] = (
     ("lfm2", {"block_use_swiglu": False}, Unsupported),
     ("lfm2", {"conv_L_cache": 1}, CheckpointError),
     ("lfm2", {"hidden_act": "gelu"}, Unsupported),
+    ("lfm2-moe", {"layer_types": None}, CheckpointError),
+    ("lfm2-moe", {"num_experts_per_tok": 7}, CheckpointError),
+    ("lfm3", {"layer_types": ["conv", "moe", "conv"]}, Unsupported),
+    ("lfm3", {"sliding_window": None}, CheckpointError),
+    ("lfm3", {"hidden_act": "gelu"}, Unsupported),
+    ("nemotron-h", {"layers_block_type": ["mamba", "mlp", "conv"]}, Unsupported),
+    ("nemotron-h", {"layers_block_type": []}, CheckpointError),
+    ("nemotron-h", {"mlp_hidden_act": "silu"}, Unsupported),
+    ("nemotron-h", {"sliding_window": 4}, Unsupported),
+    ("nemotron-h", {"n_group": 3}, CheckpointError),
+    ("nemotron-h", {"n_groups": 3}, CheckpointError),
+    ("nemotron-h", {"tie_word_embeddings": True}, Unsupported),
+    ("nemotron-h", {"attention_bias": True}, Unsupported),
     ("qwen3-next", {"layer_types": ["full_attention"] * 3 + ["conv"]}, Unsupported),
     ("qwen3-next", {"linear_num_value_heads": 5}, CheckpointError),
     ("qwen3-next", {"num_experts": 0}, CheckpointError),
@@ -609,6 +705,14 @@ DECIDING: tuple[tuple[str, dict[str, Any]], ...] = (
     ("falcon-h1", {"mamba_rms_norm": True}),
     ("lfm2", {"conv_bias": True}),
     ("lfm2", {"layer_types": ["conv", "conv", "full_attention"]}),
+    ("lfm2-moe", {"use_expert_bias": False}),
+    ("lfm2-moe", {"routed_scaling_factor": 2.0}),
+    ("lfm3", {"use_attention_gate": False}),
+    ("lfm3", {"use_sandwich_norm": False}),
+    ("lfm3", {"layer_types": ["conv", "full_attention", "full_attention"]}),
+    ("nemotron-h", {"time_step_min": 0.1}),
+    ("nemotron-h", {"layers_block_type": ["mamba", "mlp", "attention"]}),
+    ("nemotron-h", {"moe_latent_size": 4}),
     ("qwen3-next", {"norm_topk_prob": False}),
     ("qwen3-next", {"linear_key_head_dim": 4}),
 )
@@ -642,6 +746,13 @@ def test_older_spellings_of_granite(make_tiny: Callable[[Case], TinyCheckpoint],
     tokens_T = tokens_for(97)
     old_run, new_run = (run(load_model(one, dtype="float32"), tokens_T, [40]) for one in (path, tmp_path))
     assert torch.equal(old_run, new_run)
+
+
+def test_older_spellings_of_nemotron_h(make_tiny: Callable[[Case], TinyCheckpoint]) -> None:
+    new = config_of(make_tiny, "nemotron-h")
+    assert config_of(make_tiny, "nemotron-h", layers_block_type=None, hybrid_override_pattern="ME*") == new
+    assert config_of(make_tiny, "nemotron-h", n_groups=8, mamba_n_groups=2) == new
+    assert config_of(make_tiny, "nemotron-h", layers_block_type=["mamba", "moe", "attention"]) == new
 
 
 def test_older_spellings_of_lfm2() -> None:

@@ -28,7 +28,8 @@ from quire.weights.safetensors_files import SINGLE_FILE
 from .conftest import CASES
 
 TYPES = {name: kind for name, kind in KINDS.items() if kind in IMAGE_TEXT}
-WITHOUT_ENCODER = {"fast_vlm", "perception_lm"}
+TYPES["mistral3+ministral3"] = TYPES["mistral3"]  # with another type of text than the usual one
+WITHOUT_ENCODER = {"fast_vlm", "gemma3n", "perception_lm"}
 """Types whose image encoder needs a package that is not installed here."""
 SIZES = {
     "hidden_size": 32,
@@ -42,6 +43,14 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
     "pad_token_id": 0,
+}
+SHARED = {
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 6,
+    "vocab_size_per_layer_input": 130,
+    "hidden_size_per_layer_input": 4,
 }
 FURTHER: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v3": {
@@ -70,13 +79,18 @@ FURTHER: Mapping[str, Mapping[str, Any]] = {
     },
     "qwen3_vl_moe_text": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
     "lfm2": {"full_attn_idxs": [1], "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+    "lfm3": {"layer_types": ["conv", "sliding_attention"], "sliding_window": 6, "conv_L_cache": 3},
     "mistral": {"sliding_window": None},
+    "gemma4_text": {**SHARED, "global_head_dim": 16},
 }
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
 
 
 def small_config(model_type: str) -> Any:
-    config = CONFIG_MAPPING[model_type]()
+    whole, _, part = model_type.partition("+")
+    if model_type == "gemma4":  # whose sizes by layer are set once
+        return CONFIG_MAPPING[whole](text_config={**SIZES, **FURTHER["gemma4_text"]}, vision_config={})
+    config = CONFIG_MAPPING[whole](**({"text_config": CONFIG_MAPPING[part]()} if part else {}))
     text = config.get_text_config(decoder=True)
     for name, value in {**SIZES, **FURTHER.get(text.model_type, {})}.items():
         if hasattr(text, name) or name in FURTHER.get(text.model_type, {}):
@@ -84,7 +98,7 @@ def small_config(model_type: str) -> Any:
     if "_vl_" in text.model_type or "omni" in text.model_type:
         text.rope_parameters = dict(MROPE)
     if getattr(text, "layer_types", None):
-        text.layer_types = text.layer_types[:2]
+        text.layer_types = text.layer_types[: text.num_hidden_layers]
     if model_type == "aya_vision":
         config.vision_config.num_attention_heads = 16
     return config

@@ -355,6 +355,13 @@ FAMILIES = (
         tests=("models/test_moe_families.py::test_float32_logits[gpt-oss]",),
     ),
     Mutant(
+        name="queries-of-ministral3-do-not-grow",
+        file="nn/attention.py",
+        old="1 + self.growth.rate * torch.log1p(periods_T.float())",
+        new="1 + 0 * torch.log1p(periods_T.float())",
+        tests=(f"{PARITY}[ministral3]",),
+    ),
+    Mutant(
         name="layers-without-rotation-rotated",
         file="models/dense_families.py",
         old="[rope if one else None for one in rotates]",

@@ -266,7 +266,7 @@ class ProjectionPass:
 
     def __init__(self, state: ModelState, layer: int, positions_T: Tensor) -> None:
         self._spec = state.layer_spec(layer)
-        self.positions_T = positions_T
+        self.positions_T = self.places_T = positions_T
 
     def attend(self, layer_id: int, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> NoReturn:
         """Raise the arguments as ``Projected``."""

@@ -31,6 +31,11 @@ class Pass(Protocol):
     def positions_T(self) -> Tensor:
         """int32 ``[T]``: the true position of each new token that runs, in its sequence."""
 
+    @property
+    def places_T(self) -> Tensor:
+        """int64 ``[T]``: the position at which each new token is rotated: its true one, or that of
+        ``use_positions``."""
+
     def attend(self, layer_id: int, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> Tensor:
         """Store K and V of the new tokens, attend over all tokens visible to each.
 
@@ -214,6 +219,17 @@ class JoinedBlocks(Protocol):
         ...
 
 
+class WideRows(Protocol):
+    """Rows of the residual stream with further columns, as the blocks of some models pass on: other
+    streams, and inputs of layers."""
+
+    def entering(self, given_RE: Tensor) -> Tensor:
+        """Map embeddings of a caller ``[R, E]`` to fresh rows."""
+
+    def visible(self, x_TW: Tensor) -> Tensor:
+        """Map rows to the residual stream ``[T, E]``."""
+
+
 class Model(Protocol):
     """A decoder. Weights only; no state survives a call."""
 
@@ -226,6 +242,11 @@ class Model(Protocol):
     layer_specs: Sequence[LayerSpec]
     """One for each layer, by global layer id."""
     blocks: Sequence[Block]
+
+    @property
+    def wide(self) -> WideRows | None:
+        """None: the rows of the blocks are ``hidden_size`` wide."""
+        ...
 
     @property
     def stack(self) -> JoinedBlocks | None:

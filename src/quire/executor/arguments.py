@@ -191,11 +191,11 @@ def naming_item(verb: str, index: int) -> Iterator[None]:
 
 def weights_refusal(facts: ModelFacts) -> str:
     """Return the reason why no call can return attention weights; empty if a call can."""
-    if not facts.recurrent_ids or len(facts.layer_ids) == facts.num_blocks:
+    if len(facts.layer_ids) >= facts.num_blocks:
         return ""
     return (
-        f"{facts.num_blocks - len(facts.layer_ids)} of {facts.num_blocks} blocks have recurrent layers and no attention, so that they "
-        "have no weights; leave output_attentions False"
+        f"{facts.num_blocks - len(facts.layer_ids)} of {facts.num_blocks} blocks have no attention with K and V of its "
+        "own, so that there are no weights of them; leave output_attentions False"
     )
 
 

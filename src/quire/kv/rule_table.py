@@ -85,7 +85,7 @@ COMBINATIONS: tuple[Combination, ...] = (
     Combination(
         name="full + recurrent",
         kinds=("full", "recurrent"),
-        models="Qwen3-Next, Bamba, Granite-4, LFM2",
+        models="Qwen3-Next, Bamba, Granite-4, LFM2, Nemotron-H",
         every_block_attends=False,
     ),
     Combination(name="full beside recurrent", kinds=("full", "recurrent"), models="Falcon-H1"),

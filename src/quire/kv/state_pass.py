@@ -174,6 +174,11 @@ class StatePass:
         return self.batch.positions_T.to(torch.int32)
 
     @property
+    def places_T(self) -> Tensor:
+        """See ``contracts.model.Pass``."""
+        return self._places_T
+
+    @property
     def relative_T(self) -> Tensor:
         """int64: positions less the evicted tokens of each query."""
         if self._relative_T is None:
@@ -386,10 +391,22 @@ class StatePass:
         return out_THD
 
     def attend_shared(self, source_layer_id: int, q_THD: Tensor) -> Tensor:
-        """Attend over the K and V of another layer, this forward's rows too: ``[T, Hq, Dv]``."""
+        """See ``contracts.model.Pass``."""
         layer = self._state.layer(source_layer_id, "attention_with_shared_kv")
         key_value_spec("attention_with_shared_kv", source_layer_id, layer)
-        return self.cross(source_layer_id, q_THD, "fused", layer.scoring, coarse=True).out.to(q_THD.dtype)
+        self.require_open(source_layer_id)
+        prepared, view, rope = self.prepared("fused", layer.class_index), layer.view, layer.rope
+        q_sink, turned_THD = self._sink_queries(prepared, layer, q_THD), q_THD
+        if rope is not None:
+            turned_THD = self._turn(q_THD, rope)
+            if layer.spec.rope_mode == "inline":
+                raw = self._compact("fused", layer.class_index)
+                prepared, view = raw.prepared, self._read_raw(layer, raw)
+        turned_THD = turned_THD.to(self._paged.dtype)
+        found_THD = self._paged.backend.run(
+            prepared.made, turned_THD, None, view, layer.scoring, q_sink_THD=q_sink, sinks_H=layer.sinks_H
+        )
+        return found_THD.to(q_THD.dtype)
 
     def _attend(
         self,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, Generic, Literal, TypeAlias, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from torch import Tensor
 from quire.base.errors import InvalidArgument
 from quire.contracts.block_calls import LayerKernels
 from quire.contracts.layers import FullAttention, LayerSpec, RopeSpec, WindowedAttention
-from quire.contracts.model import Block
+from quire.contracts.model import Block, WideRows
 from quire.contracts.rows import ActivationName
 from quire.models.blocks import (
     DecoderBlock,
@@ -34,7 +34,7 @@ from quire.models.blocks import (
     ScaledBlock,
     joined_stack,
 )
-from quire.nn.attention import Attention, NormedAttention, WidthNormedAttention
+from quire.nn.attention import Attention, GrowingAttention, NormedAttention, QueryGrowth, WidthNormedAttention
 from quire.nn.embedding import Embedding, ScaledEmbedding
 from quire.nn.linear import Linear
 from quire.nn.mlp import GatedMLP
@@ -61,6 +61,9 @@ class DecoderConfig:
 
     A family with experts adds fields in a subclass and gives ``Decoder`` a builder of its MLPs.
     """
+
+    DIVISIBLE: ClassVar[bool] = True
+    """Whether ranks can divide its layers."""
 
     architecture: str
     vocab_size: int
@@ -89,6 +92,8 @@ class DecoderConfig:
     residual_scale: float = 1.0
     """Factor of the outputs of attention and MLP before they join the residual stream."""
     logit_scale: float = 1.0
+    query_growth: QueryGrowth | None = None
+    """Growth of queries with their position; not with norms of heads."""
     logit_softcap: float | None = None
     """Logits become ``cap * tanh(logits / cap)``, after the scale."""
 
@@ -155,6 +160,7 @@ class Trunk:
 
     blocks: Sequence[Block]
     layer_specs: Sequence[LayerSpec]
+    wide: WideRows | None = None
 
     def __init__(
         self,
@@ -287,7 +293,7 @@ def attention_of(
     parameters: Parameters,
     *,
     layer_id: int | None = None,
-    normed: type[NormedAttention] = NormedAttention,
+    normed: Callable[..., NormedAttention] = NormedAttention,
 ) -> Attention:
     """Build attention from ``{layer}.qkv`` and ``.out``, for normed heads ``.q_norm``, ``.k_norm``.
 
@@ -295,6 +301,8 @@ def attention_of(
     """
     number = layer if layer_id is None else layer_id
     qkv, out = linear(parameters, f"{layer}.qkv"), linear(parameters, f"{layer}.out")
+    if config.query_growth is not None:
+        return GrowingAttention(number, spec, qkv, out, config.query_growth)
     if config.head_norms == "none":
         return Attention(number, spec, qkv, out)
     names = [f"{layer}.q_norm", f"{layer}.k_norm"]

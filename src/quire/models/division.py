@@ -30,7 +30,7 @@ def divided_config(config: Any, share: Share) -> DecoderConfig:
     """Return the sizes of one rank's model. ``Unsupported`` for a model that is not divided, or
     whose heads or widths do not divide by the number of ranks."""
     size = share.size
-    if not isinstance(config, DecoderConfig) or any(
+    if not (isinstance(config, DecoderConfig) and config.DIVISIBLE) or any(
         not isinstance(spec, (FullAttention, WindowedAttention)) for spec in config.layers
     ):
         name = getattr(config, "architecture", None) or getattr(getattr(config, "trunk", None), "architecture", "it")

@@ -44,6 +44,7 @@ class FallbackModel:
     """A ``transformers`` decoder as ``contracts.model.Model``: one block loops over its layers."""
 
     fallback = True
+    wide = None
 
     def __init__(self, causal: Any, specs: Sequence[LayerSpec], values: Mapping[str, Any]) -> None:
         """Wrap ``causal``, which uses our attention function; ``values`` is the parsed

@@ -18,7 +18,21 @@ from quire.base.errors import CheckpointError, Unsupported
 from quire.base.registry import Registry
 from quire.contracts.block_calls import LayerKernels
 from quire.contracts.model import Model
-from quire.models import bamba, deepseek, falcon_h1, gemma, granite_moe_hybrid, lfm2, llama, mamba2, qwen3_next
+from quire.models import (
+    bamba,
+    deepseek,
+    falcon_h1,
+    gemma,
+    gemma3n,
+    gemma4,
+    gemma_layers,
+    granite_moe_hybrid,
+    lfm2,
+    llama,
+    mamba2,
+    nemotron_h,
+    qwen3_next,
+)
 from quire.models import dense_families as dense
 from quire.models.config_fields import ConfigReader
 from quire.models.decoder import Decoder, DecoderConfig, gated_mlp
@@ -99,6 +113,7 @@ FULL, WINDOWED, LATENT = ("full",), ("full", "window"), ("latent",)
 DENSE: Mapping[str, tuple[tuple[str, ...], ConfigReader[DecoderConfig], Names]] = {
     "LlamaForCausalLM": (FULL, llama.read_llama_config, LLAMA_NAMES),
     "MistralForCausalLM": (WINDOWED, llama.read_mistral_config, LLAMA_NAMES),
+    "Ministral3ForCausalLM": (WINDOWED, llama.read_ministral3_config, LLAMA_NAMES),
     "Qwen2ForCausalLM": (WINDOWED, llama.read_qwen2_config, LLAMA_NAMES),
     "Qwen3ForCausalLM": (WINDOWED, llama.read_qwen3_config, LLAMA_NAMES),
     "Phi3ForCausalLM": (WINDOWED, dense.read_phi3_config, dense.PHI3_NAMES),
@@ -172,6 +187,16 @@ for _name, _read_latent in (
 _youtu: Build = partial(deepseek.LatentDecoder[Any], mlp=gated_mlp)
 _register("YoutuForCausalLM", LATENT, deepseek.read_youtu_config, deepseek.latent_spellings, build=_youtu)
 
+_layered = gemma_layers.layered_ignorable_names
+_register(
+    "Gemma3nForCausalLM",
+    WINDOWED,
+    gemma3n.read_gemma3n_config,
+    gemma3n.gemma3n_spellings,
+    _layered,
+    gemma3n.gemma3n,
+)
+_register("Gemma4ForCausalLM", WINDOWED, gemma4.read_gemma4_config, gemma4.gemma4_spellings, _layered, gemma4.gemma4)
 _hybrid("BambaForCausalLM", bamba.read_bamba_config, bamba.bamba_spellings, partial(mixed_block, mixer=mamba2.mamba_of))
 _hybrid(
     "FalconH1ForCausalLM", falcon_h1.read_falcon_h1_config, falcon_h1.falcon_h1_spellings, falcon_h1.side_by_side_block
@@ -182,7 +207,16 @@ _hybrid(
     granite_moe_hybrid.granite_moe_hybrid_spellings,
     partial(mixed_block, mixer=mamba2.mamba_of),
 )
-_hybrid("Lfm2ForCausalLM", lfm2.read_lfm2_config, lfm2.lfm2_spellings, partial(mixed_block, mixer=lfm2.short_conv))
+_short: BlockBuilder[Any] = partial(mixed_block, mixer=lfm2.short_conv)
+_hybrid("Lfm2ForCausalLM", lfm2.read_lfm2_config, lfm2.lfm2_spellings, _short)
+_hybrid("Lfm2MoeForCausalLM", lfm2.read_lfm2_moe_config, lfm2.lfm2_spellings, _short)
+_hybrid(
+    "Lfm3ForCausalLM",
+    lfm2.read_lfm3_config,
+    lfm2.lfm3_spellings,
+    _short,
+    state_kinds=("full", "window", "recurrent"),
+)
 _hybrid(
     "Mamba2ForCausalLM",
     mamba2.read_mamba2_config,
@@ -190,6 +224,13 @@ _hybrid(
     mamba2.bare_block,
     mamba2.mamba2_ignorable_names,
     ("recurrent",),
+)
+_hybrid(
+    "NemotronHForCausalLM",
+    nemotron_h.read_nemotron_h_config,
+    nemotron_h.nemotron_h_spellings,
+    nemotron_h.nemotron_h_block,
+    nemotron_h.nemotron_h_ignorable_names,
 )
 for _name, _read_delta in (
     ("Qwen3NextForCausalLM", qwen3_next.read_qwen3_next_config),
@@ -217,16 +258,22 @@ MODEL_TYPES: Mapping[str, str] = {
     "falcon_h1": "FalconH1ForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "gemma3n_text": "Gemma3nForCausalLM",
+    "gemma4_text": "Gemma4ForCausalLM",
     "glm4": "Glm4ForCausalLM",
     "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
     "granite": "GraniteForCausalLM",
     "granitemoehybrid": "GraniteMoeHybridForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
+    "lfm2_moe": "Lfm2MoeForCausalLM",
+    "lfm3": "Lfm3ForCausalLM",
     "llama": "LlamaForCausalLM",
     "mamba2": "Mamba2ForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
     "mistral": "MistralForCausalLM",
     "mixtral": "MixtralForCausalLM",
+    "nemotron_h": "NemotronHForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -385,6 +385,21 @@ def _phi3(metadata: Metadata) -> dict[str, Any]:
     return {"sliding_window": window if 0 < window < metadata.count("context_length") else None}
 
 
+def _mistral3(metadata: Metadata) -> dict[str, Any]:
+    """Return the fields of Mistral, or of Ministral 3, whose queries grow."""
+    rate = metadata.number("attention.temperature_scale", 0.0)
+    if not rate:
+        return {"sliding_window": None}
+    head_dim = metadata.count("attention.key_length")
+    weight = metadata.number("rope.scaling.yarn_log_multiplier", 0.0)
+    both = {"mscale": weight, "mscale_all_dim": weight} if weight else {}
+    return {
+        "architectures": ["Ministral3ForCausalLM"],
+        "model_type": "ministral3",
+        "rope_parameters": {**_rope(metadata, head_dim), **both, "llama_4_scaling_beta": rate},
+    }
+
+
 def _granite(metadata: Metadata) -> dict[str, Any]:
     return {
         "attention_multiplier": metadata.number("attention.scale", 1.0),
@@ -524,12 +539,24 @@ def _lfm2(metadata: Metadata) -> dict[str, Any]:
     }
 
 
-def _lfm2_origins(metadata: Metadata) -> dict[str, Origin]:
-    return {
-        f"model.layers.{layer}.conv.conv.weight": Origin((name,), _channels)
-        for layer in range(metadata.layers)
-        if metadata.holds(name := f"blk.{layer}.shortconv.conv.weight")
+def _lfm2_moe(metadata: Metadata) -> dict[str, Any]:
+    names = ("block_auto_adjust_ff_dim", "attention_bias")
+    return {name: one for name, one in _lfm2(metadata).items() if name not in names} | {
+        "num_experts": metadata.count("expert_count"),
+        "num_experts_per_tok": metadata.count("expert_used_count"),
+        "moe_intermediate_size": metadata.count("expert_feed_forward_length"),
+        "num_dense_layers": metadata.whole("leading_dense_block_count", 0),
+        "use_expert_bias": metadata.any("exp_probs_b.bias"),
     }
+
+
+def _lfm2_origins(metadata: Metadata) -> dict[str, Origin]:
+    found: dict[str, Origin] = {}
+    for layer in range(metadata.layers):
+        ours, theirs = f"blk.{layer}.", f"model.layers.{layer}."
+        found[f"{theirs}conv.conv.weight"] = Origin((f"{ours}shortconv.conv.weight",), _channels)
+        found[f"{theirs}feed_forward.expert_bias"] = Origin((f"{ours}exp_probs_b.bias",))
+    return {name: origin for name, origin in found.items() if metadata.holds(origin.tensors[0])}
 
 
 def _mamba2(metadata: Metadata) -> dict[str, Any]:
@@ -576,6 +603,53 @@ def _mixers(metadata: Metadata) -> dict[str, Any]:
         "mamba_conv_bias": metadata.any("ssm_conv1d.bias"),
         "mamba_proj_bias": metadata.any("ssm_in.bias"),
     }
+
+
+def _nemotron_h(metadata: Metadata) -> dict[str, Any]:
+    """Return the fields of Nemotron-H, whose tensors say the kind of each block."""
+    inner, heads = metadata.count("ssm.inner_size"), metadata.count("ssm.time_step_rank")
+    marks = {"ssm_in": "linear_attention", "attn_q": "full_attention", "ffn_gate_inp": "moe", "ffn_up": "mlp"}
+    kinds = [
+        next((kind for part, kind in marks.items() if metadata.holds(f"blk.{layer}.{part}.weight")), "unknown")
+        for layer in range(metadata.layers)
+    ]
+    fields: dict[str, Any] = {
+        "layers_block_type": kinds,
+        "num_attention_heads": metadata.count("attention.head_count"),
+        "num_key_value_heads": max(metadata.counts("attention.head_count_kv")),
+        "head_dim": metadata.count("attention.key_length"),
+        "intermediate_size": metadata.shape(f"blk.{kinds.index('mlp')}.ffn_up.weight")[0] if "mlp" in kinds else 1,
+        "mlp_bias": metadata.any("ffn_up.bias"),
+        "layer_norm_epsilon": metadata.number("attention.layer_norm_rms_epsilon"),
+        "mamba_num_heads": heads,
+        "mamba_head_dim": inner // heads,
+        "n_groups": metadata.count("ssm.group_count"),
+        "ssm_state_size": metadata.count("ssm.state_size"),
+        "conv_kernel": metadata.count("ssm.conv_kernel"),
+        "use_conv_bias": metadata.any("ssm_conv1d.bias"),
+        "use_bias": metadata.any("ssm_in.bias"),
+    }
+    if "moe" not in kinds:
+        return fields
+    return fields | {
+        "n_routed_experts": metadata.count("expert_count"),
+        "num_experts_per_tok": metadata.count("expert_used_count"),
+        "moe_intermediate_size": metadata.count("expert_feed_forward_length"),
+        "moe_shared_expert_intermediate_size": metadata.count("expert_shared_feed_forward_length"),
+        "moe_latent_size": metadata.count("moe_latent_size") if metadata.has("moe_latent_size") else None,
+        "norm_topk_prob": metadata.flag("expert_weights_norm", True),
+        "routed_scaling_factor": metadata.number("expert_weights_scale", 0.0) or 1.0,
+        "n_group": metadata.whole("expert_group_count", 0) or 1,
+        "topk_group": metadata.whole("expert_group_used_count", 0) or 1,
+    }
+
+
+def _nemotron_h_origins(metadata: Metadata) -> dict[str, Origin]:
+    corrections = {
+        f"backbone.layers.{layer}.mixer.gate.e_score_correction_bias": Origin((f"blk.{layer}.exp_probs_b.bias",))
+        for layer in range(metadata.layers)
+    }
+    return _mamba_origins("backbone.layers.{}.mixer")(metadata) | corrections
 
 
 def _falcon_h1(metadata: Metadata) -> dict[str, Any]:
@@ -828,13 +902,70 @@ MIXTRAL = Architecture(
 )
 """Files that call themselves ``llama`` and have experts."""
 
+NEMOTRON_H = Architecture(
+    family="NemotronHForCausalLM",
+    model_type="nemotron_h",
+    attends="none",
+    config=_nemotron_h,
+    trunk={"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f", "output": "lm_head"},
+    layer={
+        "attn_norm": "norm",
+        "attn_q": "mixer.q_proj",
+        "attn_k": "mixer.k_proj",
+        "attn_v": "mixer.v_proj",
+        "attn_output": "mixer.o_proj",
+        "ssm_in": "mixer.in_proj",
+        "ssm_conv1d": "mixer.conv1d",
+        "ssm_out": "mixer.out_proj",
+        "ffn_up": "mixer.up_proj",
+        "ffn_down": "mixer.down_proj",
+        "ffn_gate_inp": "mixer.gate",
+        "ffn_up_shexp": "mixer.shared_experts.up_proj",
+        "ffn_down_shexp": "mixer.shared_experts.down_proj",
+        "ffn_latent_down": "mixer.fc1_latent_proj",
+        "ffn_latent_up": "mixer.fc2_latent_proj",
+    },
+    layers="backbone.layers",
+    experts={"ffn_up_exps": "mixer.experts.{}.up_proj", "ffn_down_exps": "mixer.experts.{}.down_proj"},
+    origins=_nemotron_h_origins,
+)
+
+LFM2 = Architecture(
+    family="Lfm2ForCausalLM",
+    model_type="lfm2",
+    attends="some",
+    config=_lfm2,
+    trunk={**TRUNK, "token_embd_norm": "model.embedding_norm"},
+    layer={
+        **LAYER,
+        "attn_norm": "operator_norm",
+        "attn_output": "self_attn.out_proj",
+        "attn_q_norm": "self_attn.q_layernorm",
+        "attn_k_norm": "self_attn.k_layernorm",
+        "ffn_norm": "ffn_norm",
+        "ffn_gate": "feed_forward.w1",
+        "ffn_up": "feed_forward.w3",
+        "ffn_down": "feed_forward.w2",
+        "ffn_gate_inp": "feed_forward.gate",
+        "shortconv.in_proj": "conv.in_proj",
+        "shortconv.conv": "conv.conv",
+        "shortconv.out_proj": "conv.out_proj",
+    },
+    experts={
+        "ffn_gate_exps": "feed_forward.experts.{}.w1",
+        "ffn_up_exps": "feed_forward.experts.{}.w3",
+        "ffn_down_exps": "feed_forward.experts.{}.w2",
+    },
+    origins=_lfm2_origins,
+)
+
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture(family="LlamaForCausalLM", model_type="llama", permuted=True),
     "mistral3": Architecture(
         family="MistralForCausalLM",
         model_type="mistral",
         permuted=True,
-        config=lambda metadata: {"sliding_window": None},
+        config=_mistral3,
     ),
     "qwen2": Architecture(family="Qwen2ForCausalLM", model_type="qwen2"),
     "qwen3": Architecture(family="Qwen3ForCausalLM", model_type="qwen3"),
@@ -918,28 +1049,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         experts=QWEN_EXPERTS,
         origins=_deepseek2_origins,
     ),
-    "lfm2": Architecture(
-        family="Lfm2ForCausalLM",
-        model_type="lfm2",
-        attends="some",
-        config=_lfm2,
-        trunk={**TRUNK, "token_embd_norm": "model.embedding_norm"},
-        layer={
-            **LAYER,
-            "attn_norm": "operator_norm",
-            "attn_output": "self_attn.out_proj",
-            "attn_q_norm": "self_attn.q_layernorm",
-            "attn_k_norm": "self_attn.k_layernorm",
-            "ffn_norm": "ffn_norm",
-            "ffn_gate": "feed_forward.w1",
-            "ffn_up": "feed_forward.w3",
-            "ffn_down": "feed_forward.w2",
-            "shortconv.in_proj": "conv.in_proj",
-            "shortconv.conv": "conv.conv",
-            "shortconv.out_proj": "conv.out_proj",
-        },
-        origins=_lfm2_origins,
-    ),
+    "lfm2": LFM2,
+    "lfm2moe": replace(LFM2, family="Lfm2MoeForCausalLM", model_type="lfm2_moe", config=_lfm2_moe),
     "mamba2": Architecture(
         family="Mamba2ForCausalLM",
         model_type="mamba2",
@@ -955,6 +1066,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         layers="backbone.layers",
         origins=_mamba_origins("backbone.layers.{}.mixer"),
     ),
+    "nemotron_h": NEMOTRON_H,
+    "nemotron_h_moe": NEMOTRON_H,
     "falcon-h1": Architecture(
         family="FalconH1ForCausalLM",
         model_type="falcon_h1",

@@ -32,6 +32,7 @@ class Head(ABC):
     rows."""
 
     stack = None
+    wide = None
 
     def __init__(
         self,

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
@@ -23,11 +24,11 @@ from torch import Tensor
 from quire.contracts.layers import LayerSpec, Recurrent
 from quire.contracts.model import Block
 from quire.models import decoder
-from quire.models.blocks import Mixer, Norm, PreNormBlock, ScaledBlock
+from quire.models.blocks import Mixer, Norm, PreNormBlock, SandwichBlock, ScaledBlock
 from quire.models.config_fields import ConfigFields
-from quire.models.decoder import DecoderConfig, Parameters, Trunk, gated_mlp
+from quire.models.decoder import DecoderConfig, Parameters, Trunk, gated_mlp, linear
 from quire.models.mixture import MixtureConfig, mixture_mlp
-from quire.nn.attention import Attention, GatedAttention, NormedAttention
+from quire.nn.attention import Attention, GatedAttention, HeadGatedAttention, NormedAttention
 from quire.weights.places import Place
 
 
@@ -58,6 +59,8 @@ class HybridConfig:
     mixer: MixerShape
     gated_attention: bool = False
     """Whether a sigmoid of the input gates the output of attention."""
+    gated_heads: bool = False
+    """Whether a sigmoid of the input multiplies the output of each head of attention."""
     wide_residual: bool = False
     """Whether the residual stream is in float32 for any dtype of the weights."""
 
@@ -69,6 +72,7 @@ class HybridConfig:
             "mixer": asdict(self.mixer),  # type: ignore[call-overload]
             "gated_attention": self.gated_attention,
             "wide_residual": self.wide_residual,
+            **({"gated_heads": True} if self.gated_heads else {}),
             **{name: getattr(self, name) for name in self.OWN},
         }
         return json.dumps(plain, sort_keys=True, separators=(",", ":"))
@@ -138,6 +142,9 @@ def mixed_block(
         mlp = mixture_mlp(trunk, block, parameters)
     else:
         mlp = gated_mlp(trunk, block, parameters)
+    if trunk.placement == "sandwich":
+        outs = (norm_of(config, parameters, f"{block}.{name}") for name in ("attention_out_norm", "mlp_out_norm"))
+        return SandwichBlock(norm, part, mlp_norm, mlp, *outs)
     if trunk.residual_scale != 1.0:
         return ScaledBlock(norm, part, mlp_norm, mlp, trunk.residual_scale)
     return PreNormBlock(norm, part, mlp_norm, mlp)
@@ -161,7 +168,9 @@ def norm_of(config: HybridConfig, parameters: Parameters, name: str) -> Norm:
 
 def attention_of(config: HybridConfig, block: int, layer_id: int, parameters: Parameters) -> Attention:
     """Build a block's attention; see ``decoder.attention_of``."""
-    normed = GatedAttention if config.gated_attention else NormedAttention
+    normed: Callable[..., NormedAttention] = GatedAttention if config.gated_attention else NormedAttention
+    if config.gated_heads:
+        normed = partial(HeadGatedAttention, gate=linear(parameters, f"{block}.gate"))
     spec = config.trunk.layers[block]
     return decoder.attention_of(config.trunk, block, spec, parameters, layer_id=layer_id, normed=normed)
 

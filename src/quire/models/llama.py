@@ -1,4 +1,5 @@
-"""Llama 2 and 3, Mistral, Qwen2, Qwen3: pre-norm blocks, RoPE over grouped heads, SwiGLU.
+"""Llama 2 and 3, Mistral, Ministral 3, Qwen2, Qwen3: pre-norm blocks, RoPE over grouped heads,
+SwiGLU.
 
 They differ in biases, windows, norms of query and key heads (Qwen3), and defaults of missing
 fields. Sources: the models' reports (arXiv:2302.13971, 2310.06825, 2407.10671, 2505.09388) and
@@ -7,8 +8,11 @@ transformers.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from quire.base.errors import Unsupported
-from quire.models.config_fields import ConfigFields, config_reader
+from quire.models.config_fields import ConfigFields, config_reader, refuse_unsupported
 from quire.models.decoder import DecoderConfig
 from quire.models.geometry import (
     DecoderGeometry,
@@ -19,6 +23,19 @@ from quire.models.geometry import (
     rope_of,
     windows_of,
 )
+from quire.nn.attention import QueryGrowth
+
+MINISTRAL3_ROPE: Mapping[str, Any] = {
+    "type": "yarn",
+    "factor": 16.0,
+    "original_max_position_embeddings": 16_384,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+"""``rope_parameters`` of transformers, if there are none."""
+MINISTRAL3_OWN = ("llama_4_scaling_beta", "max_position_embeddings")
+"""Entries of ``rope_parameters`` that do not rotate."""
 
 
 @config_reader
@@ -47,6 +64,29 @@ def read_mistral_config(fields: ConfigFields, max_model_len: int | None) -> Deco
     expect_layer_types(fields, (window is not None,) * geometry.num_layers)
     layers = geometry.layers(rope_of(fields, geometry), window)
     return DecoderConfig(**geometry.usual(fields, qkv_bias=False), layers=layers)
+
+
+def read_ministral3_config(values: Mapping[str, Any], max_model_len: int | None = None) -> DecoderConfig:
+    """Read ``Ministral3ForCausalLM``: Mistral with YaRN and no window by default. Among its
+    ``rope_parameters`` is ``llama_4_scaling_beta``, by which queries grow after each
+    ``original_max_position_embeddings`` tokens."""
+    name = "rope_scaling" if values.get("rope_scaling") and not values.get("rope_parameters") else "rope_parameters"
+    given = ConfigFields(values).mapping(name) or MINISTRAL3_ROPE
+    rope, growth = ConfigFields(given, f"config.json, {name}"), None
+    if rope.get("llama_4_scaling_beta") not in (None, 0):
+        growth = QueryGrowth(
+            rate=rope.number("llama_4_scaling_beta"), length=rope.count("original_max_position_embeddings")
+        )
+    fields = ConfigFields({**values, name: {key: one for key, one in given.items() if key not in MINISTRAL3_OWN}})
+    geometry = read_geometry(
+        fields, "Ministral3ForCausalLM", "ministral3", max_model_len, kv_heads_required=True, head_dim=128
+    )
+    window = read_window(fields, None)
+    expect_layer_types(fields, (window is not None,) * geometry.num_layers)
+    layers = geometry.layers(rope_of(fields, geometry, theta_default=1_000_000.0), window)
+    config = DecoderConfig(**geometry.usual(fields, 1e-5, qkv_bias=False), layers=layers, query_growth=growth)
+    refuse_unsupported(fields)
+    return config
 
 
 @config_reader

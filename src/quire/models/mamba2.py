@@ -19,7 +19,7 @@ from torch import Tensor
 
 from quire.contracts.model import Pass
 from quire.contracts.rows import ActivationName
-from quire.models.blocks import Norm
+from quire.models.blocks import Mixer, Norm
 from quire.models.config_fields import ConfigFields, config_reader
 from quire.models.decoder import DecoderConfig, Parameters, linear
 from quire.models.geometry import MAX_LAYERS, read_activation
@@ -67,7 +67,7 @@ class BareBlock:
     """``x + mixer(norm(x))``, over a residual stream of perhaps wider dtype than the mixer's."""
 
     norm: Norm
-    mixer: Mamba2Mixer
+    mixer: Mixer
     dtype: torch.dtype
     """The mixer's dtype."""
 

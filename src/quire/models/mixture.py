@@ -18,7 +18,7 @@ import torch
 from quire.models.blocks import FeedForward
 from quire.models.config_fields import ConfigFields
 from quire.models.decoder import DecoderConfig, Parameters, gated_mlp, linear
-from quire.models.tensor_names import mlp_names, trunk_names
+from quire.models.tensor_names import LLAMA_NAMES, Names, mlp_names, trunk_names
 from quire.nn.experts import ActivatedGate, ExpertLinear, Experts, Gate, MixtureOfExperts, Router, SharedExpert
 from quire.ops.experts import Routing
 from quire.weights.lazy_parameters import late
@@ -99,13 +99,22 @@ def router(config: MixtureConfig, layer: int, parameters: Parameters) -> Router:
     )
 
 
-def experts_of(config: MixtureConfig, layer: int, parameters: Parameters, gate: Gate) -> Experts:
+def experts_of(
+    config: MixtureConfig,
+    layer: int,
+    parameters: Parameters,
+    gate: Gate,
+    *,
+    up: tuple[str, int] = ("gate_up", 2),
+    width: int | None = None,
+) -> Experts:
     """Build a layer's experts from ``{layer}.experts.gate_up.weight``, viewed as ``[X, 2F, E]``,
-    ``down.weight``, as ``[X, E, F]``, and their ``.bias [X, rows]``, if there are any."""
-    maps = []
+    ``down.weight``, as ``[X, E, F]``, and their ``.bias [X, rows]``, if there are any. ``up``:
+    another name and factor of F than ``gate_up`` and 2. ``width``: E; None: the model's."""
+    width, (first, factor), maps = width or config.hidden_size, up, []
     for part, outs, ins in (
-        ("gate_up", 2 * config.expert_size, config.hidden_size),
-        ("down", config.hidden_size, config.expert_size),
+        (first, factor * config.expert_size, width),
+        ("down", width, config.expert_size),
     ):
         name = f"{layer}.experts.{part}"
         weight = late(parameters, f"{name}.weight").view(config.num_experts, outs, ins)
@@ -120,22 +129,24 @@ def mixture_names(
     projections: tuple[str, str, str] | None = None,
     shared: str = "shared_expert",
     trunk: Mapping[str, Place] | None = None,
+    names: Names = LLAMA_NAMES,
+    correction: str = "gate.e_score_correction_bias",
 ) -> dict[str, Place]:
     """Map every tensor of a checkpoint to its place; ``{}`` is the layer.
 
     ``block`` and ``shared`` are the names of a layer's mixture and of the shared expert.
     ``projections`` are the names of an expert's gate, up and down; None: the checkpoint stacks all
-    experts, with gate and up in one tensor. ``trunk`` has all names but the MLPs'; None: Llama's.
+    experts, with gate and up in one tensor. ``trunk`` has all names but the MLPs'; None: those of
+    ``names``, which also spells dense layers. ``correction``: the router's, in the mixture.
     """
-    table = {**(trunk_names(config) if trunk is None else trunk), **mlp_names(config, layers=config.dense_layers)}
+    trunk = trunk_names(config, names) if trunk is None else trunk
+    table = {**trunk, **mlp_names(config, names, layers=config.dense_layers)}
     for layer in config.mixed_layers:
         prefix = f"model.layers.{layer}.{block}"
         gate = Place(parameter=f"{layer}.router.weight", shape=(config.num_experts, config.hidden_size))
         table[f"{prefix}.gate.weight"] = gate
         if config.correction:
-            # In half precision its rounding would change choices.
-            place = Place(parameter=f"{layer}.router.correction", shape=(config.num_experts,), dtype=torch.float32)
-            table[f"{prefix}.gate.e_score_correction_bias"] = place
+            table[f"{prefix}.{correction}"] = correction_place(layer, config.num_experts)
         if projections is None:
             table |= _stacked_experts(config, layer, f"{prefix}.experts")
         else:
@@ -143,6 +154,12 @@ def mixture_names(
         if config.shared_size:
             table |= _shared_expert(config, layer, f"{prefix}.{shared}")
     return table
+
+
+def correction_place(layer: int | str, num_experts: int) -> Place:
+    """Return the place of a router's correction: in half precision its rounding would change
+    choices."""
+    return Place(parameter=f"{layer}.router.correction", shape=(num_experts,), dtype=torch.float32)
 
 
 def _single_experts(

@@ -49,6 +49,9 @@ _OMNI = _sizes(152_064, 3584, 18_944, 28, 28, 4, 32_768, rope_theta=1e6, tie_wor
 TEXT_TYPES: Mapping[str, TextType] = {
     "llama": TextType("LlamaForCausalLM", "llama", _sizes(32_000, 4096, 11_008, 32, 32, 32, 2048)),
     "mistral": TextType("MistralForCausalLM", "mistral", _sizes(32_000, 4096, 14_336, 32, 32, 8, 131_072)),
+    "ministral3": TextType(
+        "Ministral3ForCausalLM", "ministral3", _sizes(131_072, 4096, 14_336, 34, 32, 8, 262_144, head_dim=128)
+    ),
     "qwen2": TextType(*_QWEN2, _sizes(151_936, 4096, 22_016, 32, 32, 32, 32_768)),
     "qwen2_vl_text": TextType(*_QWEN2, _QWEN_VL),
     "qwen2_5_vl_text": TextType(*_QWEN2, _QWEN_VL),
@@ -66,7 +69,22 @@ TEXT_TYPES: Mapping[str, TextType] = {
     "cohere2": TextType("Cohere2ForCausalLM", "cohere2", _sizes(256_000, 8192, 22_528, 40, 64, 64, 8192)),
     "deepseek_v3": TextType("DeepseekV3ForCausalLM", "deepseek_v3", {}),
     "lfm2": TextType("Lfm2ForCausalLM", "lfm2", _sizes(65_536, 2560, 12_288, 32, 32, 8, 128_000)),
+    "lfm2_moe": TextType(
+        "Lfm2MoeForCausalLM",
+        "lfm2_moe",
+        _sizes(65_536, 2048, 7168, 32, 32, 8, 128_000, moe_intermediate_size=1792, num_experts=32)
+        | {"num_experts_per_tok": 4},
+    ),
+    "lfm3": TextType("Lfm3ForCausalLM", "lfm3", _sizes(128_000, 2048, 7680, 24, 16, 4, 128_000, head_dim=128)),
     "qwen3_5_text": TextType("Qwen3_5ForCausalLM", "qwen3_5_text", {}),
+    "gemma3n_text": TextType(
+        "Gemma3nForCausalLM",
+        "gemma3n_text",
+        _sizes(262_400, 2048, 16_384, 35, 8, 2, 32_768) | {"intermediate_size": [16_384] * 35},
+    ),
+    "gemma4_text": TextType(
+        "Gemma4ForCausalLM", "gemma4_text", _sizes(262_144, 2304, 9216, 30, 8, 4, 131_072)
+    ),
     "gemma3_text": TextType(
         "Gemma3ForCausalLM", "gemma3_text", _sizes(262_208, 2304, 9216, 26, 8, 4, 131_072)
     ),
@@ -80,6 +98,8 @@ IMAGE_TEXT: Mapping[str, str] = {
     "DeepseekVLForConditionalGeneration": "llama",
     "DeepseekVLHybridForConditionalGeneration": "llama",
     "FastVlmForConditionalGeneration": "qwen2",
+    "Gemma3nForConditionalGeneration": "gemma3n_text",
+    "Gemma4ForConditionalGeneration": "gemma4_text",
     "GotOcr2ForConditionalGeneration": "qwen2",
     "Idefics2ForConditionalGeneration": "mistral",
     "Idefics3ForConditionalGeneration": "llama",
@@ -87,6 +107,7 @@ IMAGE_TEXT: Mapping[str, str] = {
     "JanusForConditionalGeneration": "llama",
     "Kimi_K25ForConditionalGeneration": "deepseek_v3",
     "Lfm2VlForConditionalGeneration": "lfm2",
+    "Lfm3VlForConditionalGeneration": "lfm3",
     "LightOnOcrForConditionalGeneration": "qwen3",
     "LlavaForConditionalGeneration": "llama",
     "LlavaNextForConditionalGeneration": "llama",

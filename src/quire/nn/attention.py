@@ -94,6 +94,31 @@ class NormedAttention(Attention):
         return pass_.attend(self.layer_id, q_THD, k_THD, v_THD).flatten(-2)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QueryGrowth:
+    """Factor of queries that grows with their position p: ``1 + rate * log(1 + p // length)``
+    (Llama 4, Ministral 3)."""
+
+    rate: float
+    length: int
+    """In tokens, those of the training."""
+
+
+@dataclass(slots=True, eq=False)
+class GrowingAttention(Attention):
+    """Attention whose queries grow with their position."""
+
+    growth: QueryGrowth
+
+    def heads(self, x_TE: Tensor, pass_: Pass) -> Tensor:
+        """See ``Attention``."""
+        qkv_TC = self.qkv(x_TE)
+        periods_T = torch.div(pass_.places_T, self.growth.length, rounding_mode="floor")
+        factor_T = (1 + self.growth.rate * torch.log1p(periods_T.float())).to(qkv_TC.dtype)
+        qkv_TC[:, : self.spec.num_heads * self.spec.head_dim].mul_(factor_T[:, None])
+        return pass_.attend_qkv(self.layer_id, qkv_TC).flatten(-2)
+
+
 class WidthNormedAttention(NormedAttention):
     """Attention with norms over all heads at once (OLMo 2): ``[T, Hq*Dk]``, ``[T, Hkv*Dk]``."""
 
@@ -107,6 +132,20 @@ class WidthNormedAttention(NormedAttention):
         k_THD = self.k_norm(k_TC).view(-1, spec.num_kv_heads, spec.head_dim)
         v_THD = v_TC.view(-1, spec.num_kv_heads, spec.value_dim)
         return pass_.attend(self.layer_id, q_THD, k_THD, v_THD).flatten(-2)
+
+
+@dataclass(slots=True, eq=False)
+class HeadGatedAttention(NormedAttention):
+    """Attention with normed query and key heads, of which each head's output is multiplied by a
+    sigmoid of the input (LFM3)."""
+
+    gate: Linear = field(kw_only=True)
+    """E to Hq"""
+
+    def heads(self, x_TE: Tensor, pass_: Pass) -> Tensor:
+        """See ``Attention``."""
+        out_THD = NormedAttention.heads(self, x_TE, pass_).view(-1, self.spec.num_heads, self.spec.value_dim)
+        return out_THD.mul_(torch.sigmoid(self.gate(x_TE))[:, :, None]).flatten(-2)
 
 
 class GatedAttention(NormedAttention):
@@ -129,3 +168,38 @@ class GatedAttention(NormedAttention):
         v_THD = v_TC.view(-1, spec.num_kv_heads, spec.value_dim)
         out_THD = pass_.attend(self.layer_id, self.q_norm(q_THD), k_THD, v_THD)
         return out_THD.mul_(torch.sigmoid(gate_THD)).flatten(-2)
+
+
+@dataclass(slots=True, eq=False)
+class ValueNormedAttention(NormedAttention):
+    """Attention with normed query, key and value heads (Gemma 3n, Gemma 4)."""
+
+    v_norm: RMSNorm
+    keys_as_values: bool = False
+    """Whether V is K before its norm and its rotation; ``qkv`` then has no rows of V."""
+
+    def heads(self, x_TE: Tensor, pass_: Pass) -> Tensor:
+        """See ``Attention``."""
+        spec = self.spec
+        parts = torch.split(self.qkv(x_TE), self._sizes[: 3 - self.keys_as_values], dim=-1)
+        q_THD = self.q_norm(parts[0].view(-1, spec.num_heads, spec.head_dim))
+        k_THD, v_THD = (one.view(-1, spec.num_kv_heads, spec.head_dim) for one in (parts[1], parts[-1]))
+        return pass_.attend(self.layer_id, q_THD, self.k_norm(k_THD), self.v_norm(v_THD)).flatten(-2)
+
+
+@dataclass(slots=True, eq=False)
+class SharedAttention:
+    """Attention over the K and V of another layer."""
+
+    source: int
+    """Id of that layer."""
+    spec: FullAttention | WindowedAttention
+    qkv: Linear
+    """E to Hq*Dk"""
+    out: Linear
+    q_norm: RMSNorm
+
+    def __call__(self, x_TE: Tensor, pass_: Pass) -> Tensor:
+        """Map ``[T, E]`` to a fresh ``[T, E]``; nothing is stored."""
+        q_THD = self.q_norm(self.qkv(x_TE).view(-1, self.spec.num_heads, self.spec.head_dim))
+        return self.out(pass_.attend_shared(self.source, q_THD).flatten(-2))

@@ -10,7 +10,7 @@ model width, F inner width of an expert, G = 2F, I input and O output features.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -23,7 +23,7 @@ from quire.contracts.block_calls import LayerKernels
 from quire.contracts.linear import LinearStack, StackKernel
 from quire.contracts.rows import ActivationName, RowKernels
 from quire.nn.linear import Linear
-from quire.nn.mlp import GatedMLP
+from quire.nn.mlp import GatedMLP, SquaredMLP
 from quire.nn.packed import pack_maps, packed
 from quire.ops.experts import Routing, route
 from quire.ops.rows import REFERENCE_ROWS
@@ -65,7 +65,7 @@ class ClampedGate:
         return torch.sigmoid(gate_PF * self.alpha).mul_(gate_PF).mul_(up_PF.add_(1)).to(h_PG.dtype)
 
 
-Gate: TypeAlias = ActivatedGate | ClampedGate
+Gate: TypeAlias = Callable[[Tensor], Tensor]
 """The function between an expert's two products."""
 
 
@@ -170,10 +170,10 @@ class ExpertLinear:
 
 @dataclass(slots=True, eq=False)
 class Experts:
-    """X gated feed-forward layers; each token goes through K of them."""
+    """X feed-forward layers; each token goes through K of them."""
 
     gate_up: ExpertLinear
-    """E to 2F, in the order of ``gate``."""
+    """E to what ``gate`` takes: 2F rows of gate and up, or F without a gate."""
     down: ExpertLinear
     gate: Gate
     _can_group: bool = field(init=False)
@@ -245,7 +245,7 @@ class SharedExpert:
     """The expert that all tokens use: ``sigmoid(gate(x)) * mlp(x)`` (Qwen2-MoE) or ``mlp(x)``
     (DeepSeek)."""
 
-    mlp: GatedMLP
+    mlp: GatedMLP | SquaredMLP
     gate: Linear | None = None
     """E to 1"""
 
@@ -270,4 +270,18 @@ class MixtureOfExperts:
     def __call__(self, x_TE: Tensor) -> Tensor:
         """Map ``[T, E]`` to a fresh ``[T, E]``."""
         out_TE = self.experts(x_TE, *self.router(x_TE))
+        return out_TE if self.shared is None else out_TE.add_(self.shared(x_TE))
+
+
+@dataclass(slots=True, eq=False)
+class LatentMixture(MixtureOfExperts):
+    """Experts that work on a projection of the input; router and shared expert see the input."""
+
+    into: Linear = field(kw_only=True)
+    """E to the experts' width."""
+    out_of: Linear = field(kw_only=True)
+
+    def __call__(self, x_TE: Tensor) -> Tensor:
+        """Map ``[T, E]`` to a fresh ``[T, E]``."""
+        out_TE = self.out_of(self.experts(self.into(x_TE), *self.router(x_TE)))
         return out_TE if self.shared is None else out_TE.add_(self.shared(x_TE))

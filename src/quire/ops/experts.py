@@ -33,6 +33,8 @@ class Routing:
     """Over all experts' logits before the choice, or the chosen ones' after it (gpt-oss)."""
     renormalise: bool = False
     """Whether the chosen experts' weights are divided by their sum (1 with ``chosen``)."""
+    summand: float = 1e-20
+    """Added to that sum. The usual one only counts where all scores have vanished; they stay 0."""
     scores: Literal["softmax", "sigmoid"] = "softmax"
     """Score of a logit before the choice: its softmax share, or its sigmoid (DeepSeek-V3)."""
     groups: int = 1
@@ -74,8 +76,7 @@ def route(logits_TX: Tensor, routing: Routing, correction_X: Tensor | None = Non
     best_TK, experts_TK = torch.topk(choice_TX, routing.top_k, dim=-1)
     weights_TK = best_TK if correction_X is None else scores_TX.gather(-1, experts_TK)
     if routing.renormalise:
-        # The summand only counts where all scores have vanished; they stay 0 there.
-        weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
+        weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + routing.summand)
     return _scaled(weights_TK, routing), experts_TK
 
 

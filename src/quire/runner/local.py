@@ -135,6 +135,7 @@ class LocalRunner:
         """Make a runner; ``adapters`` None: no adapter can change the model."""
         self.adapters = AdapterPool.without_sites() if adapters is None else adapters
         self.model = model
+        self._wide = getattr(model, "wide", None)
         self.state = state
         self.device = device
         self._seqs = itertools.count()
@@ -255,10 +256,10 @@ class LocalRunner:
                 if blended is not None:
                     x_TE = self._entering(blended, layer, block, x_TE, pass_, step)
                 x_TE = block(x_TE, pass_)
-                if inputs.hidden_states:
-                    hidden.append(x_TE)
-                if layer in inputs.features:
-                    features[layer] = x_TE
+                if inputs.hidden_states or layer in inputs.features:
+                    seen_TE = x_TE if self._wide is None else self._wide.visible(x_TE)
+                    hidden.append(seen_TE)
+                    features[layer] = seen_TE
             if blended is not None:
                 index = np.searchsorted(blended.alive, np.arange(len(tokens)) if index is None else index)
             x_RE = x_TE if index is None else x_TE.index_select(0, uploaded(index, self.device))
@@ -378,7 +379,8 @@ class LocalRunner:
             return self.model.embed(uploaded(tokens, self.device))
         x_TE = self.model.embed(uploaded(tokens.clip(min=0), self.device))
         rows = uploaded(placeholders, self.device)
-        return x_TE.index_copy(0, rows, inputs.embeddings.to(x_TE.device, x_TE.dtype))
+        given = inputs.embeddings.to(x_TE.device, x_TE.dtype)
+        return x_TE.index_copy(0, rows, given if self._wide is None else self._wide.entering(given))
 
     def _weights(self, pass_: OpenPass, num_chunks: int) -> tuple[tuple[Tensor, ...], ...]:
         layers = sorted(pass_.weights)
