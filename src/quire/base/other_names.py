@@ -48,22 +48,15 @@ COMMANDS: Mapping[str, str] = {
     "complete": "quire generate MODEL PROMPT continues a text",
 }
 
-_CHAT = "POST /v1/chat/completions answers a chat"
-_TEXT = "POST /v1/completions continues a text"
-_MODELS = "GET /v1/models lists the model and its adapters"
+_TEXT = "POST /v1/completions continues a text, POST /completion in llama.cpp's form"
 _NO_VECTORS = "no model that runs here has embeddings"
 
 PATHS: Mapping[str, str] = {
-    "/chat/completions": _CHAT,
-    **dict.fromkeys(("/completion", "/completions", "/generate", "/generate_stream"), _TEXT),
-    **dict.fromkeys(("/props", "/models"), _MODELS),
+    **dict.fromkeys(("/generate", "/generate_stream"), _TEXT),
     **dict.fromkeys(("/embedding", "/embeddings"), _NO_VECTORS),
     **dict.fromkeys(
         ("/api/pull", "/api/create"), "the server has the model that it was started with (quire serve MODEL)"
     ),
-    "/slots": "GET /v1/sessions lists sessions, GET /v1/state what holds state",
-    "/infill": "text cannot be filled in before a suffix; POST /v1/completions continues one",
-    "/apply-template": "POST /tokenize takes messages, and gives the tokens of their prompt",
     "/lora-adapters": "POST /v1/load_lora_adapter loads an adapter",
     "/responses": "POST /v1/responses answers items",
     "/messages": "POST /v1/messages answers blocks",

@@ -20,6 +20,8 @@ from quire.server.http.context import Context, public_name
 from quire.server.http.gate import Gate, GateMiddleware
 from quire.server.http.settings import ServerSettings
 from quire.server.http.spans import RequestSpans, exporter_for
+from quire.server.llamacpp import routes as llamacpp_routes
+from quire.server.llamacpp.slots import Slots
 from quire.server.ollama import routes as ollama_routes
 from quire.server.openai import adapter_routes, chat, completions, tokens, warm_routes
 from quire.server.openai.reruns import Reruns
@@ -48,6 +50,7 @@ def create_app(llm: AsyncLLM, settings: ServerSettings | None = None) -> FastAPI
         reruns=Reruns(llm, settings),
         responses=Responses(settings, llm.kept, owners),
         chats=Chats(settings, llm.kept, owners),
+        slots=Slots(),
         started=time.time(),
         adapters={"": set(llm.config.adapters or ())},
     )
@@ -88,7 +91,7 @@ def create_app(llm: AsyncLLM, settings: ServerSettings | None = None) -> FastAPI
     errors.install(app)
     app.include_router(status.router)
     routes = (
-        *(chat, responses, anthropic_messages, completions, ollama_routes, warm_routes),
+        *(chat, responses, anthropic_messages, completions, ollama_routes, llamacpp_routes, warm_routes),
         *(session_routes, branch_routes, chat_routes, tokens, adapter_routes),
     )
     for module in routes:

@@ -20,6 +20,7 @@ from quire.server.http.text_threads import Texts
 
 if TYPE_CHECKING:
     from quire.server.chats.store import Chats
+    from quire.server.llamacpp.slots import Slots
     from quire.server.openai.reruns import Reruns
     from quire.server.responses.store import Responses
     from quire.server.sessions.held import Sessions, StoredBytes
@@ -46,6 +47,7 @@ class Context:
     reruns: Reruns
     responses: Responses
     chats: Chats
+    slots: Slots
     texts: Texts = field(default_factory=Texts)
     """The threads that render and tokenise texts."""
     started: float = field(default=0.0)

@@ -90,6 +90,7 @@ class EmbeddingRequest(BoundedModel):
 
 
 @router.head("/health", include_in_schema=False)
+@router.get("/v1/health", include_in_schema=False)
 @router.get("/health", tags=["status"])
 async def health(request: Request) -> Health:
     """Answer 200 if the engine answers, 503 if it does not or while the server shuts down."""
@@ -132,6 +133,7 @@ async def metrics(request: Request) -> Response:
     return Response(generate_latest(_Families(families)), headers={"content-type": CONTENT_TYPE})
 
 
+@router.get("/models", include_in_schema=False)
 @router.get("/v1/models", tags=["models"])
 async def models(request: Request) -> ModelList:
     """List the model and its adapters."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
@@ -43,9 +43,15 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
 
 
 async def answer_completion(
-    request: Request, body: CompletionRequest, made: Callable[..., CompletionReply] | None = None
+    request: Request,
+    body: CompletionRequest,
+    made: Callable[..., Reply] | None = None,
+    *,
+    prompts: list[Sequence[Part]] | None = None,
+    run: Callable[..., Awaitable[Response]] = answer,
 ) -> Response:
-    """Continue prompts. ``made`` makes the reply, a ``CompletionReply`` by default."""
+    """Continue prompts: those of the body, or these ``prompts``. ``made`` makes the reply, a
+    ``CompletionReply`` by default, and ``run`` runs the checked prompts."""
     context: Context = request.app.state.context
     refuse_unsupported(body)
     if body.echo and context.llm.tokenizer is None:
@@ -66,11 +72,12 @@ async def answer_completion(
                 model=body.model,
                 hints=hints.hints,
             )
-            reply = CompletionReply(request, context, body, given, params, [])
-            reply.hints = hints
-            return await answer_in_session(request, reply, source)
+            continued = CompletionReply(request, context, body, given, params, [])
+            continued.hints = hints
+            return await answer_in_session(request, continued, source)
     adapter = context.adapter_of(body.model)
-    prompts = await off_loop(request, lambda: _prompts(body.prompt))
+    if prompts is None:
+        prompts = await off_loop(request, lambda: _prompts(body.prompt))
     check_number(context, len(prompts), params.n)
     found = await _encoded(context, request, prompts, fields)
     ids = [one.ids for one in found]
@@ -81,7 +88,7 @@ async def answer_completion(
     if prefetching:
         return await prefetch(request, context, reply, ids, blend, adapter=adapter, cache_salt=salt)
     prepared = [one.given for one in found]
-    return await answer(request, context, reply, prepared, params, blend, adapter=adapter, cache_salt=salt)
+    return await run(request, context, reply, prepared, params, blend, adapter=adapter, cache_salt=salt)
 
 
 def _params(
