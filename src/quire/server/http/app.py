@@ -21,7 +21,6 @@ from quire.server.http.gate import Gate, GateMiddleware
 from quire.server.http.settings import ServerSettings
 from quire.server.http.spans import RequestSpans, exporter_for
 from quire.server.llamacpp import routes as llamacpp_routes
-from quire.server.llamacpp.slots import Slots
 from quire.server.ollama import routes as ollama_routes
 from quire.server.openai import adapter_routes, chat, completions, tokens, warm_routes
 from quire.server.openai.reruns import Reruns
@@ -50,7 +49,6 @@ def create_app(llm: AsyncLLM, settings: ServerSettings | None = None) -> FastAPI
         reruns=Reruns(llm, settings),
         responses=Responses(settings, llm.kept, owners),
         chats=Chats(settings, llm.kept, owners),
-        slots=Slots(),
         started=time.time(),
         adapters={"": set(llm.config.adapters or ())},
     )

@@ -17,10 +17,10 @@ from quire.server.http.errors import ApiError
 from quire.server.http.gate import Gate
 from quire.server.http.settings import ServerSettings
 from quire.server.http.text_threads import Texts
+from quire.server.llamacpp.locks import SlotLocks
 
 if TYPE_CHECKING:
     from quire.server.chats.store import Chats
-    from quire.server.llamacpp.slots import Slots
     from quire.server.openai.reruns import Reruns
     from quire.server.responses.store import Responses
     from quire.server.sessions.held import Sessions, StoredBytes
@@ -47,9 +47,9 @@ class Context:
     reruns: Reruns
     responses: Responses
     chats: Chats
-    slots: Slots
     texts: Texts = field(default_factory=Texts)
     """The threads that render and tokenise texts."""
+    slot_locks: SlotLocks = field(default_factory=SlotLocks)
     started: float = field(default=0.0)
     """Start of the server in Unix time."""
     adapters: dict[str, set[str]] = field(default_factory=dict)

@@ -96,7 +96,6 @@ UNLISTED: Table = {
 
 UNSUPPORTED: Table = {
     **OTHER_SAMPLERS,
-    "suffix": (("",), _INFILL),
     "input_prefix": (("",), _INFILL),
     "input_suffix": (("",), _INFILL),
     "best_of": ((), "ask for n samples with their logprobs, and choose"),

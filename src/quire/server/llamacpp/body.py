@@ -12,11 +12,11 @@ from pydantic import Field, PrivateAttr
 
 from quire.server.http.bodies import check_count
 from quire.server.http.context import Context
-from quire.server.http.errors import bad_field, naming
+from quire.server.http.errors import bad_field
 from quire.server.http.foreign_fields import Table
 from quire.server.openai.blend_fields import Part
+from quire.server.openai.fill_fields import filling
 from quire.server.openai.protocol import Body, CompletionRequest, KvHintAction, KvHints, refuse_fields
-from quire.text.fill_middle import FillTokens
 from quire.text.tokenizer import Tokenizer
 
 RANDOM_SEED = 0xFFFFFFFF
@@ -29,6 +29,7 @@ UNSUPPORTED: Table = {
     "return_progress": ((False,), "GET /v1/state/events tells how far prompts are"),
     "sse_ping_interval": ((-1,), "no pings are sent"),
     "session_id": ((), "give id_slot, or send it to POST /v1/completions"),
+    "suffix": (("",), "POST /infill fills in text before a suffix"),
     "echo": ((False,), "the answer has the prompt by itself"),
     "logprobs": ((), "use n_probs"),
     "kv_hints": ((), "send them to POST /v1/completions"),
@@ -192,19 +193,5 @@ def _biases(tokenizer: Tokenizer | None, given: Any) -> dict[str, float]:
 def infill_of(context: Context, body: InfillBody) -> tuple[InfillBody, list[int]]:
     """Return a body that ends where the text between ends, and its prompt. Raise ``ApiError`` 400
     for a model that was not made for it."""
-    tokenizer = context.llm.tokenizer
-    tokens = FillTokens.of(tokenizer)
-    if tokens is None or tokenizer is None:
-        raise bad_field(
-            "input_suffix",
-            "this model has no tokens for filling in the middle (such as <|fim_prefix|>); load a code model that has, "
-            "or send the prefix to POST /completion",
-            code="unsupported",
-        )
     others = [(one.filename, one.text) for one in body.input_extra]
-    extra = "".join(text for pair in others for text in pair)
-    with naming({}, "input_prefix"):
-        context.llm.engine.checks.text(extra + body.input_prefix + body.prompt + body.input_suffix)
-    ids = tokens.prompt(tokenizer, body.input_prefix + body.prompt, body.input_suffix, others)
-    stops = [*body.sampling()[0].get("stop_token_ids", ()), *tokens.ends]
-    return body.model_copy(update={"stop_token_ids": stops or None}), ids
+    return filling(context, body, body.input_prefix + body.prompt, body.input_suffix, "input_suffix", others)

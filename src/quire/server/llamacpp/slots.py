@@ -11,32 +11,18 @@ import asyncio
 import time
 from collections.abc import Sequence
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary
+from typing import Any
 
 from quire.async_llm import AsyncSession, AsyncStream
 from quire.base.errors import InvalidArgument, NotFound
 from quire.base.sampling_params import SamplingParams
+from quire.server.http.context import Context
 from quire.server.http.errors import ApiError, bad_field, naming
 from quire.server.sessions.held import HeldSession
 from quire.server.sessions.streams import ClientSessionStream
 
-if TYPE_CHECKING:
-    from quire.server.http.context import Context
-
 LABEL = "slot"
 """The label with a slot's number."""
-
-
-class Slots:
-    """The locks of slots in use: requests for one slot wait for each other, as in llama-server."""
-
-    def __init__(self) -> None:
-        self._locks: WeakValueDictionary[tuple[str, int], asyncio.Lock] = WeakValueDictionary()
-
-    def lock(self, owner: str, number: int) -> asyncio.Lock:
-        """Return the lock of a slot. Who keeps a reference to it keeps it."""
-        return self._locks.setdefault((owner, number), asyncio.Lock())
 
 
 def check_number(context: Context, number: int) -> None:
@@ -94,7 +80,7 @@ class SlotStream(ClientSessionStream):
         super().__init__(context, owner, "", params)
         self._number, self._ids = number, list(ids)
         self._adapter, self._salt, self._afresh = adapter, salt, afresh
-        self._lock = context.slots.lock(owner, number)
+        self._lock = context.slot_locks.of(owner, number)
         self._locked = False
         self.cached = 0
         """Tokens of the prompt whose state was there."""
@@ -175,7 +161,7 @@ async def listed(context: Context, owner: str) -> list[dict[str, Any]]:
 async def save(context: Context, owner: str, number: int, filename: str) -> dict[str, Any]:
     """Commit a slot's session to the branch ``filename``."""
     began = time.monotonic()
-    async with context.slots.lock(owner, number):
+    async with context.slot_locks.of(owner, number):
         held = held_in(context, owner, number)
         if held is None:
             raise ApiError(
@@ -196,7 +182,7 @@ async def save(context: Context, owner: str, number: int, filename: str) -> dict
 async def restore(context: Context, owner: str, number: int, filename: str) -> dict[str, Any]:
     """Make a slot's session go on from the branch ``filename``."""
     began = time.monotonic()
-    async with context.slots.lock(owner, number):
+    async with context.slot_locks.of(owner, number):
         with naming({"name": "filename"}, "filename", (InvalidArgument, NotFound)):
             session = await context.llm.checkout(filename, owner=owner)
         try:
@@ -218,7 +204,7 @@ async def restore(context: Context, owner: str, number: int, filename: str) -> d
 
 async def erase(context: Context, owner: str, number: int) -> dict[str, Any]:
     """Close a slot's session."""
-    async with context.slots.lock(owner, number):
+    async with context.slot_locks.of(owner, number):
         erased = 0
         if (held := held_in(context, owner, number)) is not None:
             erased = len(held.session)
