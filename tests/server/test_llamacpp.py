@@ -456,3 +456,16 @@ def test_what_infill_refuses(fill: Served, client: httpx.Client, extra: dict[str
     assert refused(fill.client, "/infill", input_prefix="x")["param"] == "input_suffix"
     assert refused(client, "/infill", **body)["message"].startswith("input_suffix is not supported: this model has no")
     assert refused(client, "/v1/completions", prompt="x", suffix="y")["code"] == "unsupported_parameter"
+
+
+def test_a_model_may_have_several_names(chat_llm: AsyncLLM) -> None:
+    with serving(chat_llm, ServerSettings(served_model_name=("one", "two"))) as served:
+        cards = served.client.get("/v1/models").json()["data"]
+        assert [card["id"] for card in cards] == ["one", "two"]
+        assert cards[0]["root"] == cards[1]["root"] == "tiny-chat"
+        body = {"prompt": "x", "max_tokens": 1}
+        assert served.client.post("/v1/completions", json={**body, "model": "two"}).json()["model"] == "two"
+        assert served.client.post("/v1/completions", json=body).json()["model"] == "one"
+        assert served.client.get("/v1/models/two").json()["id"] == "two"
+        missing = served.client.post("/v1/completions", json={**body, "model": "three"}).json()["error"]["message"]
+        assert missing == "there is no model 'three'; this server has 'one', 'two'"

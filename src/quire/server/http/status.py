@@ -160,12 +160,13 @@ async def embeddings(body: EmbeddingRequest) -> None:
 
 
 async def model_cards(context: Context) -> list[ModelCard]:
-    """Return the base model and the adapters, in order of loading."""
+    """Return the base model under each of its names, and the adapters, in order of loading."""
     loaded = await context.refresh_adapters()
-    base = _card(context, context.model_name, context.llm.config.model)
-    base.weight_formats = [*context.llm.model.formats]
-    base.weight_formats_kept = kept_formats(context.llm.model)
-    return [base, *(adapter_card(context, info) for info in loaded.values() if info.name != base.id)]
+    found = [_card(context, name, context.llm.config.model) for name in context.base_names]
+    for base in found:
+        base.weight_formats = [*context.llm.model.formats]
+        base.weight_formats_kept = kept_formats(context.llm.model)
+    return found + [adapter_card(context, info) for info in loaded.values() if info.name not in context.base_names]
 
 
 def adapter_card(context: Context, info: AdapterInfo) -> ModelCard:

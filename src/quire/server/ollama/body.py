@@ -76,7 +76,7 @@ class ModelBody(Body):
 def model_of(context: Context, name: str) -> str:
     """Return the served name of a model that a client may call NAME:latest. Raise ``ApiError`` 404
     for another one."""
-    if name.endswith(LATEST) and name != context.model_name and name not in context.adapter_names:
+    if name.endswith(LATEST) and name not in {*context.base_names, *context.adapter_names}:
         name = name.removesuffix(LATEST)
     context.adapter_of(name)
     return name
