@@ -749,7 +749,7 @@ def test_windows_that_make_no_sense(monkeypatch: pytest.MonkeyPatch, capsys: pyt
         (["--sink", "4"], "sink is 4 without a window"),
         (["--chat-template", "chatlm"], "'chatlm': there is no such file"),
     ):
-        assert run("chat", *arguments, "--kv-cache-memory", "16MiB", monkeypatch=monkeypatch) == 2
+        assert run("chat", "tiny-python", *arguments, "--kv-cache-memory", "16MiB", monkeypatch=monkeypatch) == 2
         err = capsys.readouterr().err
         assert says in err
         assert "Traceback" not in err

@@ -27,7 +27,9 @@ from quire.cli.chat import ANSWER_TOKENS, DEFAULT_MODEL
 
 LOG = logging.getLogger("quire")
 
-MODEL_HELP = f"A bundled model, a directory, a GGUF file or a Hugging Face id. Default: {DEFAULT_MODEL}."
+MODEL_KINDS = "A bundled model, a directory, a GGUF file or a Hugging Face id."
+MODEL_HELP = f"{MODEL_KINDS} Default: {DEFAULT_MODEL}."
+LISTED_HELP = f"{MODEL_KINDS} Without one, those on this machine are listed."
 
 SAMPLING_DEFAULTS = {"max_tokens": ANSWER_TOKENS}
 """Defaults in a terminal that differ from the model's."""
