@@ -105,7 +105,8 @@ from quire.store.stack import Store
 from quire.store.urls import open_tiers, state_tier
 from quire.text.chat_templates import with_chosen_template
 from quire.text.tokenizer import Tokenizer
-from quire.weights.gguf_container import is_gguf, open_gguf
+from quire.weights.gguf_container import open_gguf
+from quire.weights.gguf_names import is_gguf
 
 logger = logging.getLogger("quire")
 

@@ -20,10 +20,11 @@ import pytest
 import typer
 
 from quire import LLM, FailedPrecondition, InvalidArgument, QuireError, SamplingParams
-from quire.base.other_names import ALIASES, COMMANDS, OPTIONS
+from quire.base.other_names import ALIASES, COMMANDS, OPTIONS, SEVERAL
 from quire.cli import main as cli
 from quire.cli.chat import LocalBackend, TerminalChat
 from quire.cli.options import read_config
+from quire.server.http.settings import ServerSettings
 
 RECALL = "# module base\nport = 8031\nhost = 1276\n# module other\nalias = port\n# checks\nassert alias =="
 GREEDY = ["--temperature", "0", "--max-tokens", "6", "--dtype", "float32"]
@@ -147,9 +148,11 @@ def test_config_file_sets_options_and_the_command_line_wins(
         (["calibrate", "--texts", "/no/such.txt"], "quire: --texts: '/no/such.txt': No such file or directory"),
         (["no-such-command"], "no-such-command"),
         (["pull", "x"], "quire: there is no command pull; quire serve MODEL and"),
-        (["serve", "-c", "4096"], "quire: there is no option -c here; --max-model-len gives the length of the context"),
-        (["serve", "x", "-ngl", "99"], "quire: there is no option -ngl here; --device cuda"),
-        (["generate", "x", "--temp=0.5"], "quire: there is no option --temp here; --temperature gives"),
+        (["serve", "x", "-ngl", "20"], "quire: -ngl 20 is not supported; --device auto takes a GPU for the whole"),
+        (["serve", "x", "-fa", "off"], "quire: -fa off is not supported; the fastest kernels are taken"),
+        (["serve", "x", "-n", "20"], "quire: there is no option -n here; requests give max_tokens"),
+        (["serve", "x", "--mmproj", "y"], "quire: there is no option --mmproj here; only text is taken"),
+        (["serve", "x", "-np"], "Option '--max-num-seqs' requires an argument"),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
 )
@@ -406,12 +409,85 @@ def test_help_has_the_options(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 def test_words_of_other_programs_lead_to_what_is_there() -> None:
     """The options, commands and paths that are named exist, and have no other program's name."""
     known = commands(cli.app)
-    options = {name for command in known.values() for one in command.params for name in one.opts}
-    texts = " ".join([*OPTIONS.values(), *COMMANDS.values()])
+    parameters = [one for command in known.values() for one in command.params]
+    options = {name for one in parameters for name in (*one.opts, *one.secondary_opts)}
+    texts = " ".join([*(one.says for one in OPTIONS.values()), *COMMANDS.values()])
     assert set(re.findall(r"--[a-z-]+", texts)) <= options
+    assert {one.own for one in OPTIONS.values() if one.own.startswith("-")} <= options
+    assert not SEVERAL - options - OPTIONS.keys()
     assert {(name,) for name in re.findall(r"quire ([a-z]+)", texts)} <= set(known)
     assert not {(name,) for name in (*COMMANDS, *ALIASES)} & set(known)
     assert {(name,) for name in ALIASES.values()} <= set(known)
+
+
+def served_with(
+    *words: str, monkeypatch: pytest.MonkeyPatch, model: str = "tiny-python"
+) -> tuple[dict[str, Any], ServerSettings]:
+    """The engine's options and the server's settings of a ``quire serve`` of a model."""
+    import quire.async_llm
+    import quire.server.http.serving
+
+    seen: list[Any] = []
+    monkeypatch.setattr(quire.async_llm, "AsyncLLM", lambda model, **options: {"model": model, **options})
+    monkeypatch.setattr(quire.server.http.serving, "serve", lambda *given: seen.append(given))
+    assert run("serve", *([model] if model else []), *words, monkeypatch=monkeypatch) == 0
+    ((options, settings),) = seen
+    return options, settings
+
+
+@pytest.mark.parametrize(
+    ("words", "options"),
+    [
+        ("-c 4096 -np 4 --batch-size 512", {"max_model_len": 4096, "max_num_seqs": 4, "max_num_batched_tokens": 512}),
+        ("--ctx-size=0 -np -1 -s -1", {}),
+        ("--swap-space 4 --kv-cache-dtype bfloat16", {"host_memory": "4GiB", "kv_dtype": "bfloat16"}),
+        ("-cram 512 --slot-save-path /state", {"host_memory": "512MiB", "state_dir": "/state"}),
+        ("-md ./draft --no-cache-prompt", {"speculative": "draft:./draft", "enable_prefix_caching": False}),
+        ("--chat-template-file x.jinja -ngl 0", {"chat_template": "x.jinja", "device": "cpu"}),
+        ("--lora-modules a=./a b=./b", {"adapters": ["a=./a", "b=./b"]}),
+        (
+            "--dtype half --enforce-eager --max-model-len 99",
+            {"dtype": "half", "enforce_eager": True, "max_model_len": 99},
+        ),
+    ],
+)
+def test_options_of_others_are_read_as_ours(
+    words: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert served_with(*words.split(), monkeypatch=monkeypatch)[0] == {"model": "tiny-python", **options}
+
+
+def test_models_and_names_are_given_as_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    for words in (["-m", "x"], ["-hf", "x"], ["--model=x"], ["x"]):
+        options, settings = served_with(*words, "--served-model-name", "a", "b", monkeypatch=monkeypatch, model="")
+        assert (options["model"], settings.model_names) == ("x", ("a", "b"))
+    before = served_with("--served-model-name", "a", "x", monkeypatch=monkeypatch, model="")
+    assert (before[0]["model"], before[1].model_names) == ("x", ("a",)), "the model may stand behind one name"
+    assert served_with("--alias", "a,b", monkeypatch=monkeypatch)[1].model_names == ("a", "b")
+    assert served_with(monkeypatch=monkeypatch)[1].model_names == ()
+
+
+def test_threads_are_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    served_with("-t", "-1", monkeypatch=monkeypatch)
+    assert os.environ["OMP_NUM_THREADS"] == "1"
+    served_with("--threads", "3", monkeypatch=monkeypatch)
+    assert os.environ["OMP_NUM_THREADS"] == "3"
+
+
+def test_what_is_so_in_any_case_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    words = ["--jinja", "-fa", "--flash-attn", "on", "-ngl", "99", "--enable-auto-tool-choice", "-cb"]
+    words += ["--reasoning-parser", "qwen3", "--task", "generate", "-ub", "64", "--port", "0"]
+    options, settings = served_with(*words, monkeypatch=monkeypatch)
+    assert (options, settings.port) == ({"model": "tiny-python"}, 0)
+    said = [record.getMessage() for record in caplog.records]
+    assert [text.partition(":")[0] for text in said] == [word for word in words[:-2] if word.startswith("-")]
+    assert said[0] == "--jinja: the model's chat template is always used"
+
+
+def test_help_names_the_options_of_others(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("serve", "--help", monkeypatch=monkeypatch) == 0
+    assert "Also -c, --ctx-size, " in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_command_may_be_called_as_by_ollama(
@@ -673,7 +749,7 @@ def test_windows_that_make_no_sense(monkeypatch: pytest.MonkeyPatch, capsys: pyt
         (["--sink", "4"], "sink is 4 without a window"),
         (["--chat-template", "chatlm"], "'chatlm': there is no such file"),
     ):
-        assert run("chat", *arguments, "--kv-cache-memory", "16MiB", monkeypatch=monkeypatch) == 2
+        assert run("chat", "tiny-python", *arguments, "--kv-cache-memory", "16MiB", monkeypatch=monkeypatch) == 2
         err = capsys.readouterr().err
         assert says in err
         assert "Traceback" not in err

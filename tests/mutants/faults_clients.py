@@ -167,8 +167,8 @@ MUTANTS = (
     Mutant(
         name="samplers-of-other-servers-do-nothing",
         file="server/http/foreign_fields.py",
-        old='    **OTHER_SAMPLERS,\n    "suffix"',
-        new='    "suffix"',
+        old='    **OTHER_SAMPLERS,\n    "input_prefix"',
+        new='    "input_prefix"',
         tests=("server/test_client_fields.py::test_what_has_no_meaning_here_is_refused_by_name",),
     ),
     Mutant(

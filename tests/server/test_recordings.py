@@ -85,7 +85,10 @@ def test_recorded_requests_are_answered(recorded_server: Served, name: str) -> N
         assert answer.status_code == one["status"], (number, answer.text)
         path = one["path"].partition("?")[0]
         if answer.status_code >= 400:
-            assert isinstance(answer.json()["error"]["message"], str)
+            error = answer.json()["error"]
+            assert isinstance(error if path.startswith("/api/") else error["message"], str)
+        elif answer.headers["content-type"] == "application/x-ndjson":
+            check_lines(path, [json.loads(line) for line in answer.text.splitlines()])
         elif answer.headers["content-type"].startswith("text/event-stream"):
             found = events(answer.text)
             check_stream(path, found)
@@ -120,7 +123,7 @@ def check_answer(path: str, method: str, answer: Any) -> None:
             from anthropic.types import Message
 
             Message.model_validate(answer, strict=True)
-    elif OPENAI and path in WHOLE:
+    elif OPENAI and path in PATHS:
         import openai.types.chat
         import openai.types.responses
 
@@ -136,6 +139,11 @@ def check_answer(path: str, method: str, answer: Any) -> None:
 
 
 WHOLE = {
+    "/api/tags": "models",
+    "/api/ps": "models",
+    "/api/version": "version",
+    "/api/show": "capabilities",
+    "/v1/models": "data",
     "/v1/chat/completions": "choices",
     "/v1/completions": "choices",
     "/v1/responses": "output",
@@ -162,6 +170,14 @@ def check_chat(found: Sequence[Event]) -> None:
             list(state.handle_chunk(ChatCompletionChunk.model_validate(one)))
         message = state.current_completion_snapshot.choices[0].message
         assert (message.content or "") == "".join(choice["delta"].get("content") or "" for choice in choices)
+
+
+def check_lines(path: str, found: Sequence[Event]) -> None:
+    """The lines of ollama's API: each has a piece, and the last one the counts."""
+    assert [one["done"] for one in found] == [False] * (len(found) - 1) + [True]
+    pieces = [one["message"]["content"] if path == "/api/chat" else one["response"] for one in found]
+    assert any(pieces)
+    assert found[-1]["eval_count"] > 0 < found[-1]["prompt_eval_count"]
 
 
 def check_completion(found: Sequence[Event]) -> None:

@@ -211,7 +211,7 @@ def test_tokens_there_and_back(served: Served, text: str) -> None:
     assert found == {"count": len(ids), "max_model_len": 4096, "tokens": ids}
     assert strings == [tokenizer.token_text(token) for token in ids]
     back = served.client.post("/detokenize", json={"tokens": ids}).json()
-    assert back == {"prompt": text}
+    assert back == {"prompt": text, "content": text}
 
 
 def test_tokens_of_messages(chat_served: Served) -> None:

@@ -1,40 +1,194 @@
-"""Options, commands and paths of llama.cpp, Ollama and vLLM, and what to use in their place."""
+"""Options, commands and paths of llama.cpp, Ollama and vLLM, and what they are here."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-_LENGTH = "--max-model-len gives the length of the context"
-_GPU = "--device cuda puts the whole model on a GPU; layers are not divided"
-_TOKENS = "--max-tokens gives the number of tokens to generate"
-_BATCH = "--max-num-batched-tokens gives the tokens of a step"
-_ROWS = "--max-num-seqs gives the number of sequences that run at a time"
-_KV = "--kv-dtype gives the type of K and V"
-_THREADS = "the environment variable OMP_NUM_THREADS gives the number of threads"
-_ATTENTION = "--attention-backend chooses the kernels; auto takes the fastest"
-_HUB = "the model is an argument: a directory or a Hugging Face id, as in quire serve MODEL"
-_ADAPTERS = "--adapters NAME=PATH loads adapters"
+from quire.base.errors import InvalidArgument
 
-OPTIONS: Mapping[str, str] = {
-    **dict.fromkeys(("-c", "--ctx-size", "--num-ctx", "--max-seq-len"), _LENGTH),
-    **dict.fromkeys(("-ngl", "--gpu-layers", "--n-gpu-layers"), _GPU),
-    **dict.fromkeys(("-n", "--predict", "--n-predict"), _TOKENS),
-    **dict.fromkeys(("-b", "--batch-size", "-ub", "--ubatch-size"), _BATCH),
-    **dict.fromkeys(("-np", "--parallel"), _ROWS),
-    **dict.fromkeys(("-ctk", "-ctv", "--cache-type-k", "--cache-type-v", "--kv-cache-dtype"), _KV),
-    **dict.fromkeys(("-t", "--threads"), _THREADS),
-    **dict.fromkeys(("-fa", "--flash-attn"), _ATTENTION),
-    **dict.fromkeys(("-hf", "--hf-repo"), _HUB),
-    **dict.fromkeys(("--lora", "--lora-modules", "--enable-lora"), _ADAPTERS),
-    **dict.fromkeys(("-p", "--prompt"), "the prompt is an argument, as in quire generate MODEL PROMPT"),
-    "--temp": "--temperature gives the temperature",
-    "--repeat-penalty": "--repetition-penalty gives the penalty",
-    "--alias": "--served-model-name gives the model's name",
-    "--allowed-origins": "--allowed-origin takes one origin, and may be repeated",
-    "--block-size": "--page-size gives the tokens of a page",
-    "--enable-auto-tool-choice": "tool calls are always read; --tool-call-parser names the format if the template does not show it",
-    "--jinja": "the model's chat template is always used; --chat-template gives another one",
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OtherOption:
+    """Another program's option: one of Quire's under another name (``own``), one for what Quire
+    does by itself (``fine``), or one that is refused with an advice (``says``)."""
+
+    own: str = ""
+    """The option that means the same; without dashes, an environment variable."""
+    form: str = "{}"
+    """What ``own`` gets, of the value."""
+    separator: str | None = None
+    """What is between several values in one word, each of which becomes one of ``own``."""
+    values: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """Words of ``own`` for values, in place of ``form``; "": none, the default."""
+    fine: tuple[str, ...] | None = None
+    """Values of what Quire does by itself; empty: all."""
+    takes: bool = True
+    """Whether a value follows."""
+    says: str = ""
+    """What is so in any case, or what to use."""
+
+    def words(self, name: str, value: str | None, known: Mapping[str, bool]) -> list[str] | None:
+        """Return the words to read in place of ``name`` and its value, where a command has the
+        options ``known``; None if it needs none. Raise ``InvalidArgument`` for what cannot be
+        had."""
+        if value is not None and (found := self.values.get(value)) is not None:
+            return found.split()
+        if self.own in known:
+            parts = [] if value is None else value.split(self.separator) if self.separator else [value]
+            return [word for part in parts for word in (self.own, self.form.format(part))] or [self.own]
+        if self.fine is not None and (not self.fine or (value or "") in self.fine):
+            return None
+        problem = f"there is no option {name} here"
+        if self.fine is not None:
+            problem = f"{name} {value or ''} is not supported"
+        raise InvalidArgument(f"{problem}; {self.says or f'another command has {self.own}'}")
+
+
+def _same(own: str, *names: str, **more: object) -> dict[str, OtherOption]:
+    return dict.fromkeys(names, OtherOption(own=own, **more))  # type: ignore[arg-type]
+
+
+def _itself(says: str, *names: str, fine: tuple[str, ...] = (), takes: bool = False) -> dict[str, OtherOption]:
+    return dict.fromkeys(names, OtherOption(says=says, fine=fine, takes=takes or bool(fine)))
+
+
+def _refused(says: str, *names: str) -> dict[str, OtherOption]:
+    return dict.fromkeys(names, OtherOption(says=says))
+
+
+_GPU = "--device auto takes a GPU for the whole model if there is one; layers are not divided"
+_PARTS = "--kv-dtype gives the type of K and V"
+_READS = "the chat template tells how answers are read; --tool-call-parser names the form of calls if it does not"
+_WINDOW = "a session with a window never fills; other requests end at the end of the context"
+
+OPTIONS: Mapping[str, OtherOption] = {
+    # The same under another name.
+    **_same("--max-model-len", "-c", "--ctx-size", "--num-ctx", "--context-length", "--max-seq-len", values={"0": ""}),
+    **_same("--max-num-seqs", "-np", "--parallel", values={"-1": ""}),
+    **_same("--max-num-batched-tokens", "-b", "--batch-size"),
+    **_same("--kv-dtype", "--kv-cache-dtype"),
+    **_same("--page-size", "--block-size"),
+    **_same("--host-memory", "--swap-space", form="{}GiB"),
+    **_same("--host-memory", "-cram", "--cache-ram", form="{}MiB", values={"0": "--host-memory 0", "-1": ""}),
+    **_same("--state-dir", "--slot-save-path"),
+    **_same("--served-model-name", "-a", "--alias", separator=","),
+    **_same("--model", "-hf", "-hfr", "--hf-repo"),
+    **_same("--chat-template", "--chat-template-file"),
+    **_same("--speculative", "-md", "--model-draft", "--spec-draft-model", form="draft:{}"),
+    **_same("--adapters", "--lora-modules"),
+    **_same("--no-enable-prefix-caching", "--no-cache-prompt", takes=False),
+    **_same("--max-tokens", "-n", "--predict", "--n-predict", values={"-1": ""}, says="requests give max_tokens"),
+    **_same("--temperature", "--temp", says="requests give temperature"),
+    **_same("--repetition-penalty", "--repeat-penalty", says="requests give repetition_penalty"),
+    **_same("--seed", "-s", values={"-1": ""}),
+    **_same("OMP_NUM_THREADS", "-t", "--threads", values={"-1": ""}),
+    # What is so in any case.
+    **_itself("prefixes are always cached", "--cache-prompt"),
+    **_itself("long prompts always run in chunks", "--enable-chunked-prefill"),
+    **_itself("requests always share steps", "-cb", "--cont-batching"),
+    **_itself("a step takes what fits into its batch", "-ub", "--ubatch-size", takes=True),
+    **_itself("the model's chat template is always used", "--jinja"),
+    **_itself(_READS, "--enable-auto-tool-choice"),
+    **_itself(_READS, "--reasoning-parser", takes=True),
+    **_itself("reasoning is in reasoning_content", "--reasoning-format", fine=("auto", "deepseek")),
+    **_itself(
+        "the fastest kernels are taken; --attention-backend names others",
+        "-fa",
+        "--flash-attn",
+        fine=("", "on", "auto", "1"),
+    ),
+    **_itself("files of weights are mapped into memory", "--mmap"),
+    **_itself("a full context ends a text", "--no-context-shift"),
+    **_itself("GET /metrics and GET /slots are always there", "--metrics", "--slots"),
+    **_itself("the page at / is always there", "--webui", "--ui"),
+    **_itself("the log has no texts of requests", "--disable-log-requests", "--no-enable-log-requests"),
+    **_itself("adapters are loaded with --adapters, or over HTTP from an --adapter-dir", "--enable-lora"),
+    **_itself("models generate text", "--task", "--runner", fine=("generate", "auto")),
+    **_itself("the kind of file is found by itself", "--load-format", fine=("auto", "safetensors")),
+    **_itself("there is one copy of the model", "-dp", "--data-parallel-size", fine=("1",)),
+    "-ngl": (
+        _LAYERS := OtherOption(
+            fine=("auto", "all", "-1", *map(str, range(99, 1000))), values={"0": "--device cpu"}, says=_GPU
+        )
+    ),
+    "--gpu-layers": _LAYERS,
+    "--n-gpu-layers": _LAYERS,
+    # What is not here.
+    **_refused(_PARTS, "-ctk", "-ctv", "--cache-type-k", "--cache-type-v"),
+    **_refused("--adapters NAME=PATH loads adapters", "--lora", "--lora-scaled"),
+    **_refused("--adapter-ranks bounds what a step uses", "--max-loras", "--max-lora-rank"),
+    **_refused("the prompt is an argument, as in quire generate MODEL PROMPT", "-p", "--prompt"),
+    **_refused("--allowed-origin takes one origin, and may be repeated", "--allowed-origins", "--cors-origins"),
+    **_refused("--api-key, the variable QUIRE_API_KEY or a file for --config gives keys", "--api-key-file"),
+    **_refused("weights stay on the device; --quantization makes them smaller", "--cpu-offload-gb"),
+    **_refused("--speculative METHOD gives how drafts are made", "--speculative-config", "--spec-type"),
+    **_refused(
+        "--tensor-parallel-size divides layers, the variable CUDA_VISIBLE_DEVICES chooses devices",
+        "-ts",
+        "--tensor-split",
+        "-sm",
+        "--split-mode",
+        "-mg",
+        "--main-gpu",
+    ),
+    **_refused(_WINDOW, "--context-shift"),
+    **_refused("only text is taken", "-mm", "--mmproj", "--limit-mm-per-prompt"),
+    **_refused("no model that runs here has embeddings", "--embedding", "--embeddings", "--rerank", "--reranking"),
+    **_refused("the variable HF_HOME gives the directory", "--download-dir"),
+    **_refused(
+        "a proxy in front of the server speaks TLS",
+        "--ssl-keyfile",
+        "--ssl-certfile",
+        "--ssl-key-file",
+        "--ssl-cert-file",
+    ),
 }
+"""Options of ``vllm serve``, ``llama-server`` and others."""
+
+SEVERAL = frozenset({"--served-model-name", "--lora-modules"})
+"""Options behind which vLLM takes several values, once the model is given."""
+
+
+def translated(words: list[str], known: Mapping[str, bool]) -> tuple[list[str], dict[str, str], dict[str, str]]:
+    """Return the words of a command line with Quire's options in place of others', the sentences
+    about options that were not needed, and the environment variables that were given. ``known``:
+    the command's own options, and whether a value follows. Raise ``InvalidArgument`` for what
+    cannot be had."""
+    rest, found = list(words), list[str]()
+    notes, variables = dict[str, str](), dict[str, str]()
+    placed = False
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.partition("=")
+        if word == "--":
+            return [*found, word, *rest], notes, variables
+        if not word.startswith("-") or word == "-":
+            placed = True
+            found.append(word)
+            continue
+        other = None if name in known else OPTIONS.get(name)
+        own = name if other is None else other.own
+        if other is None:
+            found.append(word)
+            placed |= name in ("--model", "-m")
+            if known.get(name) and not equals and rest:
+                found.append(rest.pop(0))
+        else:
+            optional = "" in (other.fine or ())
+            follows = other.takes and bool(rest) and not (optional and rest[0] not in ("on", "off", "auto", "0", "1"))
+            given = value if equals else rest.pop(0) if follows else None
+            if own == own.upper() and own and given is not None and given not in other.values:
+                variables[own] = given
+            elif (made := other.words(name, given, known)) is None:
+                notes[name] = other.says
+            else:
+                placed |= own == "--model"
+                found += made
+        while name in SEVERAL and placed and rest and not rest[0].startswith("-"):
+            found += [own, rest.pop(0)]
+    return found, notes, variables
+
 
 ALIASES: Mapping[str, str] = {"run": "chat"}
 """Commands of other programs that mean the same here."""
@@ -48,22 +202,15 @@ COMMANDS: Mapping[str, str] = {
     "complete": "quire generate MODEL PROMPT continues a text",
 }
 
-_CHAT = "POST /v1/chat/completions answers a chat"
-_TEXT = "POST /v1/completions continues a text"
-_MODELS = "GET /v1/models lists the model and its adapters"
+_TEXT = "POST /v1/completions continues a text, POST /completion in llama.cpp's form"
 _NO_VECTORS = "no model that runs here has embeddings"
 
 PATHS: Mapping[str, str] = {
-    "/chat/completions": _CHAT,
-    **dict.fromkeys(("/completion", "/completions", "/generate", "/generate_stream"), _TEXT),
-    **dict.fromkeys(("/props", "/models"), _MODELS),
+    **dict.fromkeys(("/generate", "/generate_stream"), _TEXT),
     **dict.fromkeys(("/embedding", "/embeddings"), _NO_VECTORS),
     **dict.fromkeys(
         ("/api/pull", "/api/create"), "the server has the model that it was started with (quire serve MODEL)"
     ),
-    "/slots": "GET /v1/sessions lists sessions, GET /v1/state what holds state",
-    "/infill": "text cannot be filled in before a suffix; POST /v1/completions continues one",
-    "/apply-template": "POST /tokenize takes messages, and gives the tokens of their prompt",
     "/lora-adapters": "POST /v1/load_lora_adapter loads an adapter",
     "/responses": "POST /v1/responses answers items",
     "/messages": "POST /v1/messages answers blocks",

@@ -27,8 +27,10 @@ from quire.base.errors import FailedPrecondition, InvalidArgument, NotFound, Uns
 from quire.base.sampling_params import SamplingParams
 from quire.cli.bench import bench_app
 from quire.cli.chat import DEFAULT_MODEL
+from quire.cli.local_models import ask_for_model, models_here, models_table
 from quire.cli.options import (
     CHAT_OPTIONS,
+    LISTED_HELP,
     MODEL_HELP,
     SAMPLING_DEFAULTS,
     SAMPLING_OPTIONS,
@@ -49,6 +51,9 @@ if TYPE_CHECKING:
     from quire.llm import LLM
 
 ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default=False)]
+
+ListedArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help=LISTED_HELP, show_default=False)]
+ListedOption = Annotated[str | None, typer.Option("--model", "-m", help=LISTED_HELP, show_default=False)]
 
 COLLECT_AFTER = 50_000
 """Number of new objects after which Python's garbage collector runs."""
@@ -167,8 +172,8 @@ def generate(
 
 @command(app, "chat", "sampling", "engine")
 def chat(
-    name: ModelArgument = None,
-    model: ModelOption = None,
+    name: ListedArgument = None,
+    model: ListedOption = None,
     adapter: AdapterOption = None,
     url: UrlOption = None,
     api_key: KeyOption = None,
@@ -187,7 +192,9 @@ def chat(
             raise InvalidArgument(f"{sorted(chosen)} are options of an engine, and with --url the server has its own")
         run_remote_chat(url, model=model, adapter=adapter, api_key=api_key, sampling=given, **kept)
         return
-    llm = _load(DEFAULT_MODEL if model is None else model, chosen, adapter)
+    if model is None:
+        ask_for_model("chat")
+    llm = _load(model, chosen, adapter)
     templated = llm.tokenizer is not None and bool(llm.tokenizer.chat_templates)
     usual = usual_fields(llm.config.model, templated=templated)
     talk = TerminalChat(LocalBackend(llm, _sampling(chosen, llm, usual), **kept), adapter)
@@ -198,8 +205,8 @@ def chat(
 
 @command(app, "server", "engine")
 def serve(
-    name: ModelArgument = None,
-    model: ModelOption = None,
+    name: ListedArgument = None,
+    model: ListedOption = None,
     **options: Any,
 ) -> None:
     """Serve a model over HTTP: OpenAI's endpoints, and sessions to fork, rewind and save.
@@ -209,7 +216,9 @@ def serve(
     """
     from quire.server.http.settings import ServerSettings
 
-    model, chosen = chosen_model(model, options, name)
+    model, chosen = given_model(model, options, name)
+    if model is None:
+        ask_for_model("serve")
     fields = {field.name for field in dataclasses.fields(ServerSettings)}
     given = {field: chosen.pop(field) for field in fields & set(chosen)}
     if "api_key" not in given and (keys := os.environ.get("QUIRE_API_KEY")):
@@ -292,19 +301,20 @@ def models(
         bool, typer.Option("--markdown", help="Print what runs of each model type of transformers, in Markdown.")
     ] = False,
 ) -> None:
-    """List bundled models, and the architectures that run, with the kinds of state they have."""
+    """List the models on this machine, bundled adapters, and the architectures that run, with the
+    kinds of state they have."""
     if markdown:
         from quire.models.model_types import types_table
 
         print(types_table(), end="")
         return
     from quire.cli.tables import folding_table, print_tables
-    from quire.models.catalogue import bundled_adapters, bundled_models, registered_architectures
+    from quire.models.catalogue import bundled_adapters, registered_architectures
 
     kinds = [(name, ", ".join(kinds)) for name, kinds in registered_architectures().items()]
     known = "Architectures (from a directory or a Hugging Face id)"
     print_tables(
-        folding_table("bundled model", "directory", title="Bundled models", rows=bundled_models().items()),
+        models_table(models_here()),
         folding_table("bundled adapter", "directory", title="Bundled adapters (LoRA)", rows=bundled_adapters().items()),
         folding_table("architecture", "kinds of state", title=known, rows=kinds),
     )

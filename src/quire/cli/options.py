@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect as python_inspect
-import itertools
+import logging
 import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Set
@@ -20,12 +20,16 @@ from typer.models import OptionInfo
 
 from quire.base.config import EngineConfig, field_help
 from quire.base.errors import InvalidArgument, NotFound, QuireError
-from quire.base.other_names import ALIASES, COMMANDS, OPTIONS
+from quire.base.other_names import ALIASES, COMMANDS, OPTIONS, translated
 from quire.base.sampling_fields import Surface, declarations_on
 from quire.base.sampling_params import SamplingParams
 from quire.cli.chat import ANSWER_TOKENS, DEFAULT_MODEL
 
-MODEL_HELP = f"A bundled model, a directory, a GGUF file or a Hugging Face id. Default: {DEFAULT_MODEL}."
+LOG = logging.getLogger("quire")
+
+MODEL_KINDS = "A bundled model, a directory, a GGUF file or a Hugging Face id."
+MODEL_HELP = f"{MODEL_KINDS} Default: {DEFAULT_MODEL}."
+LISTED_HELP = f"{MODEL_KINDS} Without one, those on this machine are listed."
 
 SAMPLING_DEFAULTS = {"max_tokens": ANSWER_TOKENS}
 """Defaults in a terminal that differ from the model's."""
@@ -84,6 +88,7 @@ _KINDS: dict[str, Any] = {
     "float | None": float,
     "bool": bool,
     "tuple[str, ...]": list[str],
+    "str | tuple[str, ...] | None": list[str],
     "tuple[float, ...]": list[float],
     "tuple[Path, ...]": list[Path],
 }
@@ -92,6 +97,8 @@ _KINDS: dict[str, Any] = {
 
 def _parameter(name: str, kind: Any, text: str) -> python_inspect.Parameter:
     flag = "--" + name.replace("_", "-")
+    if others := [other for other, option in OPTIONS.items() if option.own == flag]:
+        text += f" Also {', '.join(others)}."
     if kind is bool:  # Both flags, so that a value that is on by default or by a config file can be turned off.
         flag += "/--no-" + name.replace("_", "-")
     # An option that is not given stays unset, so that the config file and the defaults apply.
@@ -113,14 +120,19 @@ def _config_parameters(config: type[Any]) -> Iterator[python_inspect.Parameter]:
 
 
 class WordedCommand(TyperCommand):
-    """A command that suggests its option for another program's name of it."""
+    """A command that knows other programs' names of its options."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        known = {name for parameter in self.params for name in (*parameter.opts, *parameter.secondary_opts)}
-        for word in itertools.takewhile(lambda word: word != "--", args):
-            name = word.partition("=")[0]
-            if name in OPTIONS and name not in known and not ctx.resilient_parsing:
-                raise InvalidArgument(f"there is no option {name} here; {OPTIONS[name]}")
+        if not ctx.resilient_parsing:
+            known = {
+                name: not getattr(parameter, "is_flag", False)
+                for parameter in self.params
+                for name in (*parameter.opts, *parameter.secondary_opts)
+            }
+            args, notes, variables = translated(args, known)
+            for name, says in notes.items():
+                LOG.warning("%s: %s", name, says)
+            os.environ.update(variables)
         return super().parse_args(ctx, args)
 
 

@@ -27,8 +27,8 @@ def folding_table(
     return table
 
 
-def print_tables(*tables: Table) -> None:
-    """Print to stdout without markup: names from files may contain brackets."""
+def print_tables(*tables: Table, stderr: bool = False) -> None:
+    """Print without markup: names from files may contain brackets."""
     from rich.console import Console
 
     class PipedConsole(Console):
@@ -37,6 +37,6 @@ def print_tables(*tables: Table) -> None:
         def on_broken_pipe(self) -> None:
             raise BrokenPipeError
 
-    console = PipedConsole(markup=False)
+    console = PipedConsole(markup=False, stderr=stderr)
     for table in tables:
         console.print(table)

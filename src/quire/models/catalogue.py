@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.base.errors import InvalidArgument, NotFound
-from quire.models.families import FAMILIES
-from quire.weights.gguf_container import is_gguf, part_files
+from quire.weights.gguf_names import is_gguf, part_files
 
 ALLOWED_FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer*")
 """Files downloaded from a repository: weights, index, configurations, tokenizer, chat templates."""
@@ -59,6 +58,8 @@ def _bundled(file: str) -> dict[str, Path]:
 
 def registered_architectures() -> dict[str, tuple[str, ...]]:
     """Map each loadable architecture of config.json to its kinds of layer state."""
+    from quire.models.families import FAMILIES  # imports torch, which no name of a model needs
+
     return {name: FAMILIES.require(name).state_kinds for name in FAMILIES}
 
 

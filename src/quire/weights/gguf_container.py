@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import mmap
-import re
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,8 +20,8 @@ import numpy as np
 
 from quire.base.errors import CheckpointError
 from quire.weights.gguf_blocks import TYPE_NAMES, bytes_of_row
+from quire.weights.gguf_names import MAGIC, part_files
 
-MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 ALIGNMENT = 32
 """Of tensors, unless ``general.alignment`` gives another."""
@@ -39,8 +38,6 @@ MAX_ITEMS = 1 << 24
 """Items of an array."""
 MAX_DIMENSIONS = 4
 MAX_ALIGNMENT = 1 << 20
-
-SPLIT_NAME = re.compile(r"(?P<base>.+)-(?P<part>\d{5})-of-(?P<parts>\d{5})\.gguf")
 
 _TEXT, _ARRAY = 8, 9
 _SCALARS: Mapping[int, str] = {
@@ -354,32 +351,6 @@ class GgufParts:
             )
         found = np.frombuffer(file.data, "<f4", header.nbytes // 4, header.start)
         return [float(str(one)) for one in found]
-
-
-def is_gguf(path: Path) -> bool:
-    """Return whether a path names a GGUF file: by its name, or by its first bytes."""
-    if path.suffix == ".gguf":
-        return not path.is_dir()
-    try:
-        with path.open("rb") as file:
-            return file.read(len(MAGIC)) == MAGIC
-    except OSError:
-        return False
-
-
-def part_files(path: Path) -> tuple[Path, ...]:
-    """Return the files of the model in ``path``: itself, or all parts of a split one, of which
-    ``path`` is any. ``CheckpointError`` if a part is missing."""
-    found = SPLIT_NAME.fullmatch(path.name)
-    if found is None:
-        return (path,)
-    parts = int(found["parts"])
-    names = [f"{found['base']}-{part:05}-of-{parts:05}.gguf" for part in range(1, parts + 1)]
-    missing = [name for name in names if not path.with_name(name).is_file()]
-    if missing or not names:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise CheckpointError(f"{path} is one of {parts} parts; {', '.join(missing[:1])}{more} beside it is missing")
-    return tuple(path.with_name(name) for name in names)
 
 
 _OPEN: WeakValueDictionary[tuple[int, ...], GgufFile] = WeakValueDictionary()

@@ -20,6 +20,7 @@ from quire.server.http.context import Context, public_name
 from quire.server.http.gate import Gate, GateMiddleware
 from quire.server.http.settings import ServerSettings
 from quire.server.http.spans import RequestSpans, exporter_for
+from quire.server.llamacpp import routes as llamacpp_routes
 from quire.server.ollama import routes as ollama_routes
 from quire.server.openai import adapter_routes, chat, completions, tokens, warm_routes
 from quire.server.openai.reruns import Reruns
@@ -41,7 +42,7 @@ def create_app(llm: AsyncLLM, settings: ServerSettings | None = None) -> FastAPI
     context = Context(
         llm=llm,
         settings=settings,
-        model_name=settings.served_model_name or public_name(llm.config.model),
+        base_names=settings.model_names or (public_name(llm.config.model),),
         gate=gate,
         sessions=Sessions(settings),
         stored=StoredBytes(settings),
@@ -88,7 +89,7 @@ def create_app(llm: AsyncLLM, settings: ServerSettings | None = None) -> FastAPI
     errors.install(app)
     app.include_router(status.router)
     routes = (
-        *(chat, responses, anthropic_messages, completions, ollama_routes, warm_routes),
+        *(chat, responses, anthropic_messages, completions, ollama_routes, llamacpp_routes, warm_routes),
         *(session_routes, branch_routes, chat_routes, tokens, adapter_routes),
     )
     for module in routes:

@@ -17,6 +17,7 @@ from quire.server.http.errors import ApiError
 from quire.server.http.gate import Gate
 from quire.server.http.settings import ServerSettings
 from quire.server.http.text_threads import Texts
+from quire.server.llamacpp.locks import SlotLocks
 
 if TYPE_CHECKING:
     from quire.server.chats.store import Chats
@@ -37,8 +38,8 @@ class Context:
 
     llm: AsyncLLM
     settings: ServerSettings
-    model_name: str
-    """The clients' name of the base model. Adapters have their own names."""
+    base_names: tuple[str, ...]
+    """The clients' names of the base model. Adapters have their own names."""
     gate: Gate
     """The count of running requests. It refuses more when full or shutting down."""
     sessions: Sessions
@@ -48,6 +49,7 @@ class Context:
     chats: Chats
     texts: Texts = field(default_factory=Texts)
     """The threads that render and tokenise texts."""
+    slot_locks: SlotLocks = field(default_factory=SlotLocks)
     started: float = field(default=0.0)
     """Start of the server in Unix time."""
     adapters: dict[str, set[str]] = field(default_factory=dict)
@@ -56,6 +58,11 @@ class Context:
     listing by that key. Requests need not wait for the engine to find a name."""
     loading: Counter[str] = field(default_factory=Counter)
     """Adapters that are being loaded over HTTP, by API key."""
+
+    @property
+    def model_name(self) -> str:
+        """Return the first name of the base model, which answers have."""
+        return self.base_names[0]
 
     @property
     def longest(self) -> int:
@@ -86,12 +93,12 @@ class Context:
     def adapter_of(self, model: str | None) -> str | None:
         """Return the adapter that a request's ``model`` names; None for the base model or no name.
         Raise ``ApiError`` 404 with the code "model_not_found" for another name."""
-        if model is None or model == self.model_name:
+        if model is None or model in self.base_names:
             return None
         names = self.adapter_names
         if model in names:
             return model
-        known = ", ".join(map(repr, [self.model_name, *sorted(names)]))
+        known = ", ".join(map(repr, [*self.base_names, *sorted(names)]))
         raise ApiError(
             404, f"there is no model {model[:200]!r}; this server has {known}", param="model", code="model_not_found"
         )

@@ -37,6 +37,7 @@ _TRUNCATION = "use top_p, top_k or min_p"
 _AGAINST = "use repetition_penalty, frequency_penalty or presence_penalty"
 _TEMPERATURE = "temperature does not change within a text"
 _ORDER = f"the order of operations is {', '.join(ORDER)}"
+_INFILL = "POST /infill fills in text before a suffix"
 _ITS_TEMPLATE = "only the model's own template is used"
 _ALL_TOKENS = "penalties count all tokens of prompt and text; send -1, or leave it out"
 
@@ -95,9 +96,8 @@ UNLISTED: Table = {
 
 UNSUPPORTED: Table = {
     **OTHER_SAMPLERS,
-    "suffix": (("",), "text cannot be filled in before a suffix"),
-    "input_prefix": (("",), "text cannot be filled in before a suffix"),
-    "input_suffix": (("",), "text cannot be filled in before a suffix"),
+    "input_prefix": (("",), _INFILL),
+    "input_suffix": (("",), _INFILL),
     "best_of": ((), "ask for n samples with their logprobs, and choose"),
     "modalities": ((["text"],), "only text is generated"),
     "audio": ((), "only text is generated"),

@@ -48,7 +48,7 @@ BODIES_PER_KEY = 8
 STREAMS = 4
 """Part of the requests under way, as one in so many, that may beside them be idle streams."""
 
-KEYLESS = frozenset({"/", "/health", "/docs", "/redoc", "/openapi.json", "/docs/oauth2-redirect"})
+KEYLESS = frozenset({"/", "/health", "/v1/health", "/docs", "/redoc", "/openapi.json", "/docs/oauth2-redirect"})
 """Paths without a key: their answers tell nothing about any client's work."""
 KEYLESS_BELOW = "/inspector/"
 """What the files of the page at ``/`` are below. They are the same for everybody."""

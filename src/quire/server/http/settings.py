@@ -45,8 +45,10 @@ class ServerSettings:
         "Address that a span of each request is sent to (OpenTelemetry, OTLP over HTTP), as http://127.0.0.1:4318; by "
         "default as the standard variables OTEL_* say.",
     )
-    served_model_name: str | None = option(
-        None, "The model's name in requests and /v1/models; by default what was loaded."
+    served_model_name: str | tuple[str, ...] | None = option(
+        None,
+        "The model's name in requests and /v1/models; may be repeated, each names the model, and answers have the first. "
+        "By default what was loaded.",
     )
     tool_call_parser: str | None = option(
         None, "How the model writes tool calls (hermes, llama3_json, ...); by default as its chat template tells."
@@ -121,16 +123,16 @@ class ServerSettings:
                     "api_key must be visible ASCII, at least one character, no space", field="api_key"
                 )
         if self.api_key_weight and len(self.api_key_weight) != len(self.api_key):
-            given, keys = len(self.api_key_weight), len(self.api_key)
+            weights, keys = len(self.api_key_weight), len(self.api_key)
             raise InvalidArgument(
-                f"api_key_weight is given {given} times for {keys} keys; give one weight for each api_key, in their order",
+                f"api_key_weight is given {weights} times for {keys} keys; give one weight for each api_key, in their order",
                 field="api_key_weight",
             )
         for weight in self.api_key_weight:
             check_real("api_key_weight", weight, above=0, up_to=MAX_WEIGHT)
-        name = self.served_model_name
-        if name is not None and (not isinstance(name, str) or not name.strip() or not name.isprintable()):
-            raise InvalidArgument(field="served_model_name", given=name, allowed="printable text, not empty")
+        for name in self.model_names:
+            if not isinstance(name, str) or not name.strip() or not name.isprintable():
+                raise InvalidArgument(field="served_model_name", given=name, allowed="printable text, not empty")
         if self.tool_call_parser is not None and self.tool_call_parser not in PARSERS:
             allowed = f"one of {', '.join(PARSERS)}"
             raise InvalidArgument(field="tool_call_parser", given=self.tool_call_parser, allowed=allowed)
@@ -187,6 +189,12 @@ class ServerSettings:
     def _is_given(self, name: str) -> bool:
         """Return whether a limit is to be checked. Only those of one key may be None."""
         return getattr(self, name) is not None or not name.endswith("_per_key")
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """``served_model_name`` as a tuple; empty for the name of what was loaded."""
+        given = self.served_model_name
+        return tuple(given) if isinstance(given, (list, tuple)) else () if given is None else (given,)
 
     @cached_property
     def key_weights(self) -> Mapping[str, float]:

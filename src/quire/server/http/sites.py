@@ -38,6 +38,11 @@ STATELESS = frozenset(
         "/api/chat",
         "/api/generate",
         "/api/show",
+        "/chat/completions",
+        "/completion",
+        "/completions",
+        "/infill",
+        "/apply-template",
     }
 )
 """Paths of which a POST changes no session, branch or adapter, unless it names a ``session_id``."""

@@ -90,6 +90,7 @@ class EmbeddingRequest(BoundedModel):
 
 
 @router.head("/health", include_in_schema=False)
+@router.get("/v1/health", include_in_schema=False)
 @router.get("/health", tags=["status"])
 async def health(request: Request) -> Health:
     """Answer 200 if the engine answers, 503 if it does not or while the server shuts down."""
@@ -132,6 +133,7 @@ async def metrics(request: Request) -> Response:
     return Response(generate_latest(_Families(families)), headers={"content-type": CONTENT_TYPE})
 
 
+@router.get("/models", include_in_schema=False)
 @router.get("/v1/models", tags=["models"])
 async def models(request: Request) -> ModelList:
     """List the model and its adapters."""
@@ -158,12 +160,13 @@ async def embeddings(body: EmbeddingRequest) -> None:
 
 
 async def model_cards(context: Context) -> list[ModelCard]:
-    """Return the base model and the adapters, in order of loading."""
+    """Return the base model under each of its names, and the adapters, in order of loading."""
     loaded = await context.refresh_adapters()
-    base = _card(context, context.model_name, context.llm.config.model)
-    base.weight_formats = [*context.llm.model.formats]
-    base.weight_formats_kept = kept_formats(context.llm.model)
-    return [base, *(adapter_card(context, info) for info in loaded.values() if info.name != base.id)]
+    found = [_card(context, name, context.llm.config.model) for name in context.base_names]
+    for base in found:
+        base.weight_formats = [*context.llm.model.formats]
+        base.weight_formats_kept = kept_formats(context.llm.model)
+    return found + [adapter_card(context, info) for info in loaded.values() if info.name not in context.base_names]
 
 
 def adapter_card(context: Context, info: AdapterInfo) -> ModelCard:

@@ -55,6 +55,7 @@ class GenerateBody(OllamaBody):
     raw: bool = False
     """Continue the prompt as it is, without a chat template."""
     suffix: str | None = None
+    """The text behind the answer, for models that were trained to fill in the middle."""
     template: str | None = None
     context: list[int] | None = None
     images: Annotated[list[str] | None, Field(max_length=0)] = None
@@ -75,7 +76,7 @@ class ModelBody(Body):
 def model_of(context: Context, name: str) -> str:
     """Return the served name of a model that a client may call NAME:latest. Raise ``ApiError`` 404
     for another one."""
-    if name.endswith(LATEST) and name != context.model_name and name not in context.adapter_names:
+    if name.endswith(LATEST) and name not in {*context.base_names, *context.adapter_names}:
         name = name.removesuffix(LATEST)
     context.adapter_of(name)
     return name
@@ -97,19 +98,21 @@ def chat_of_prompt(context: Context, body: GenerateBody) -> ChatRequest:
 
 
 def completion_of(context: Context, body: GenerateBody) -> CompletionRequest:
-    """Return the completion of a raw prompt."""
+    """Return the completion of a raw prompt, or of one before a suffix."""
     _refuse(body)
     for name in ("system", "think"):
         if getattr(body, name):
-            raise bad_field(name, f"{name} belongs to the chat template, which raw leaves out; leave one of them out")
+            plain = "raw" if body.raw else "suffix"
+            raise bad_field(
+                name, f"{name} belongs to the chat template, which {plain} leaves out; leave one of them out"
+            )
     # Without a limit ollama goes on to the end of the context; completions would stop at 16 tokens.
     limit = {"num_predict": -1} if _options(body).get("num_predict") is None else {}
-    return _request(CompletionRequest, context, body, prompt=body.prompt, **limit)
+    return _request(CompletionRequest, context, body, prompt=body.prompt, suffix=body.suffix, **limit)
 
 
 def _refuse(body: GenerateBody) -> None:
     for name, advice in (
-        ("suffix", "text cannot be filled in before a suffix"),
         ("template", "only the model's own template is used"),
         ("context", "send the conversation to /api/chat"),
     ):

@@ -12,6 +12,7 @@ from quire.server.tools.harmony import is_harmony
 from quire.server.tools.reasoning import reasoning_for
 from quire.server.tools.tools import parser_for
 from quire.text.chat_rendering import select_template
+from quire.text.fill_middle import FillTokens
 
 
 async def listed(context: Context) -> list[dict[str, Any]]:
@@ -33,9 +34,8 @@ async def listed(context: Context) -> list[dict[str, Any]]:
 
 def described(context: Context, name: str) -> dict[str, Any]:
     """Describe a model."""
-    config = context.llm.model.config
     kind = _family(context)
-    template = _template(context)
+    template = template_of(context)
     info = {
         "general.architecture": kind,
         "general.parameter_count": _parameters(context),
@@ -48,13 +48,17 @@ def described(context: Context, name: str) -> dict[str, Any]:
         "template": template or "",
         "details": _details(context),
         "model_info": info,
-        "capabilities": _capabilities(context, config, template),
+        "capabilities": capabilities(context),
         "modified_at": datetime.fromtimestamp(context.started, UTC).isoformat().replace("+00:00", "Z"),
     }
 
 
-def _capabilities(context: Context, config: Any, template: str | None) -> list[str]:
+def capabilities(context: Context) -> list[str]:
+    """Return the names of the kinds of requests that the model is made for."""
     found = ["completion"]
+    if FillTokens.of(context.llm.tokenizer) is not None:
+        found.append("insert")
+    config, template = context.llm.model.config, template_of(context)
     if template is None:
         return found
     parser = context.settings.tool_call_parser
@@ -65,7 +69,8 @@ def _capabilities(context: Context, config: Any, template: str | None) -> list[s
     return found
 
 
-def _template(context: Context) -> str | None:
+def template_of(context: Context) -> str | None:
+    """Return the chat template; None if there is none."""
     tokenizer = context.llm.tokenizer
     if tokenizer is None:
         return None

@@ -48,11 +48,12 @@ async def chat(body: ChatBody, request: Request) -> Response:
 
 @router.post("/generate", responses=LINES)
 async def generate(body: GenerateBody, request: Request) -> Response:
-    """Answer a prompt as a chat of one message, or with `raw` continue it as it is."""
+    """Answer a prompt as a chat of one message, continue it as it is (`raw`), or fill in the text
+    before a `suffix`."""
     context = _context(request)
-    if not body.prompt:
+    if not body.prompt and not body.suffix:
         return JsonAnswer(loaded(model_of(context, body.model), {"response": ""}))
-    if body.raw:
+    if body.raw or body.suffix:
         return await answer_completion(request, completion_of(context, body), OllamaRaw)
     return await answer_chat(request, chat_of_prompt(context, body), OllamaText)
 

@@ -50,7 +50,7 @@ async def load_adapter(request: Request, body: LoadAdapterRequest) -> ModelCard:
     name = body.lora_name
     if not name.strip() or not name.isprintable() or len(name) > MAX_NAME:
         raise bad_field("lora_name", f"lora_name must be 1 to {MAX_NAME} printable characters, got {name[:40]!r}")
-    if name == context.model_name:
+    if name in context.base_names:
         raise api_error(AlreadyExists(f"{name!r} is the name of the base model; take another"), param="lora_name")
     path = await asyncio.to_thread(allowed_path, body.lora_path, context.settings.adapter_dir)
     with await _place(context, request.state.owner):

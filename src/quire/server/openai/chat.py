@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from fastapi import APIRouter, Request
@@ -48,9 +48,12 @@ from quire.server.tools.tools import parser_for
 from quire.sessions.chat_turns import parts_from
 from quire.text.chat_rendering import select_template
 from quire.text.chat_segments import cut_at_segments, first_of, without_segments
+from quire.text.spelled_tokens import SpelledTokens
 from quire.text.tokenizer import Tokenizer
 
 router = APIRouter(route_class=BodyRoute)
+
+T = TypeVar("T")
 
 OWN_VARIABLES = (
     "messages",
@@ -215,6 +218,15 @@ def _rerun(
 
 async def count_chat(request: Request, body: ChatRequest) -> int:
     """Return the number of tokens of a chat's prompt, without running it."""
+    return await _of_prompt(request, body, lambda texts, text: len(texts.encode_rendered(text)))
+
+
+async def rendered_chat(request: Request, body: ChatRequest) -> str:
+    """Return the text of a chat's prompt."""
+    return await _of_prompt(request, body, lambda texts, text: texts.shown(text))
+
+
+async def _of_prompt(request: Request, body: ChatRequest, function: Callable[[SpelledTokens, str], T]) -> T:
     context: Context = request.app.state.context
     refuse_unsupported(body)
     _check_variables(body)
@@ -229,11 +241,12 @@ async def count_chat(request: Request, body: ChatRequest) -> int:
     bare = body.model_copy(update={"messages": messages})
     chat = Conversation.of(context, bare, tokenizer, template, tools.given, tools.allowed)
 
-    def count() -> int:
+    def run() -> T:
         with naming({}, "messages"):
-            return len(chat.texts.encode_rendered(chat.render(chat.messages, chat.tools, asks=True)))
+            asks = body.add_generation_prompt is not False
+            return function(chat.texts, chat.render(chat.messages, chat.tools, asks=asks))
 
-    return await in_texts(context, request, len(await request.body()), count)
+    return await in_texts(context, request, len(await request.body()), run)
 
 
 def _tokenizer(context: Context) -> Tokenizer:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
@@ -16,6 +16,7 @@ from quire.server.http.context import Context
 from quire.server.http.errors import bad_field, naming
 from quire.server.http.events import STREAMED
 from quire.server.openai.blend_fields import EncodedPrompt, Part, blend_of, contents
+from quire.server.openai.fill_fields import filling
 from quire.server.openai.generation import (
     Named,
     asked_by,
@@ -43,13 +44,23 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
 
 
 async def answer_completion(
-    request: Request, body: CompletionRequest, made: Callable[..., CompletionReply] | None = None
+    request: Request,
+    body: CompletionRequest,
+    made: Callable[..., Reply] | None = None,
+    *,
+    prompts: list[Sequence[Part]] | None = None,
+    run: Callable[..., Awaitable[Response]] = answer,
 ) -> Response:
-    """Continue prompts. ``made`` makes the reply, a ``CompletionReply`` by default."""
+    """Continue prompts: those of the body, or these ``prompts``. ``made`` makes the reply, a
+    ``CompletionReply`` by default, and ``run`` runs the checked prompts."""
     context: Context = request.app.state.context
     refuse_unsupported(body)
     if body.echo and context.llm.tokenizer is None:
         raise bad_field("echo", "echo needs a tokenizer, and this model has none")
+    if body.suffix and prompts is None:
+        asked, after = body, body.suffix
+        body, ids = await off_loop(request, lambda: filling(context, asked, asked.prompt, after, "suffix"))
+        prompts = [[ids]]
     hints, blend = read_hints(context, request.state.owner, body), blend_of(context, body)
     body, prefetching = for_prefetch(body, hints)
     given, fields = asked_by(context, body)
@@ -66,22 +77,23 @@ async def answer_completion(
                 model=body.model,
                 hints=hints.hints,
             )
-            reply = CompletionReply(request, context, body, given, params, [])
-            reply.hints = hints
-            return await answer_in_session(request, reply, source)
+            continued = CompletionReply(request, context, body, given, params, [])
+            continued.hints = hints
+            return await answer_in_session(request, continued, source)
     adapter = context.adapter_of(body.model)
-    prompts = await off_loop(request, lambda: _prompts(body.prompt))
+    if prompts is None:
+        prompts = await off_loop(request, lambda: _prompts(body.prompt))
     check_number(context, len(prompts), params.n)
     found = await _encoded(context, request, prompts, fields)
-    ids = [one.ids for one in found]
-    await check_prompts(context, request, _named(ids, fields), params)
+    encoded = [one.ids for one in found]
+    await check_prompts(context, request, _named(encoded, fields), params)
     reply = (made or CompletionReply)(request, context, body, given, params, prompts)
     reply.hints = hints
     salt = context.salt(request.state.owner, body.cache_salt)
     if prefetching:
-        return await prefetch(request, context, reply, ids, blend, adapter=adapter, cache_salt=salt)
+        return await prefetch(request, context, reply, encoded, blend, adapter=adapter, cache_salt=salt)
     prepared = [one.given for one in found]
-    return await answer(request, context, reply, prepared, params, blend, adapter=adapter, cache_salt=salt)
+    return await run(request, context, reply, prepared, params, blend, adapter=adapter, cache_salt=salt)
 
 
 def _params(

@@ -252,6 +252,8 @@ class CompletionRequest(GenerationBody):
     prompts too. A session needs none."""
     echo: bool | None = None
     """Begin the text and log-probabilities with the prompt. ``max_tokens`` may then be 0."""
+    suffix: str | None = None
+    """The text behind what is generated, for models that were trained to fill in the middle."""
 
 
 class Function(Body):

@@ -222,7 +222,7 @@ async def answer_in_session(request: Request, reply: Reply, source: ClientSessio
         except BaseException:
             await source.aclose()
             raise
-        return EventStream(reply.chunks([source]), [source])
+        return reply.stream_class(reply.chunks([source]), [source])
     return await _whole(reply, [await unless_gone(request, finished(source))])
 
 

@@ -1,4 +1,4 @@
-"""``/tokenize`` and ``/detokenize``, in vLLM's shapes."""
+"""``/tokenize`` and ``/detokenize``, in vLLM's shapes, and in llama-server's."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ router = APIRouter(route_class=BodyRoute, tags=["tokens"])
 
 
 class TokenizeRequest(BoundedModel):
-    """Either ``prompt`` or ``messages``."""
+    """One of ``prompt``, ``messages`` and, for llama-server's shape, ``content``."""
 
     model: StrictStr | None = None
     prompt: StrictStr | None = None
@@ -42,6 +42,11 @@ class TokenizeRequest(BoundedModel):
     continue_final_message: StrictBool = False
     chat_template: StrictStr | None = None
     return_token_strs: StrictBool = False
+    content: StrictStr | None = Field(
+        default=None, description="A text, of whose tokens llama-server's answer is made."
+    )
+    add_special: StrictBool = Field(default=False, description="Beside content: add_special_tokens.")
+    with_pieces: StrictBool = Field(default=False, description="Beside content: each token with its text or bytes.")
 
 
 class TokenizeResponse(BaseModel):
@@ -65,6 +70,8 @@ class DetokenizeResponse(BaseModel):
     """The tokens' text, with special tokens spelled out if they are not skipped."""
 
     prompt: str
+    content: str
+    """The same, where llama-server has it."""
 
 
 @router.post("/tokenize", response_model=TokenizeResponse)
@@ -73,6 +80,8 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     context: Context = request.app.state.context
     context.adapter_of(body.model)
     tokenizer = _tokenizer(context)
+    if body.content is not None:
+        return await _llamacpp_tokens(request, context, tokenizer, body, body.content)
     if (body.prompt is None) == (body.messages is None):
         given = "neither" if body.prompt is None else "both"
         raise bad_field("prompt", f"either prompt or messages must be given, got {given}")
@@ -101,6 +110,33 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     return await in_texts(context, request, size, answer)
 
 
+async def _llamacpp_tokens(
+    request: Request, context: Context, tokenizer: Tokenizer, body: TokenizeRequest, content: str
+) -> Response:
+    if body.prompt is not None or body.messages is not None:
+        name = "prompt" if body.messages is None else "messages"
+        raise bad_field(name, f"content and {name} are both given; give one of them")
+    context.llm.engine.checks.text(content)
+
+    def answer() -> Response:
+        texts = SpelledTokens(tokenizer, None, content, parse_special=body.parse_special is not False)
+        tokens: list[Any] = texts.encode(content, add_special_tokens=body.add_special)
+        if body.with_pieces:
+            tokens = [{"id": token, "piece": _piece(tokenizer, token)} for token in tokens]
+        return JsonAnswer({"tokens": tokens})
+
+    return await in_texts(context, request, len(content), answer)
+
+
+def _piece(tokenizer: Tokenizer, token: int) -> str | list[int]:
+    """Return a token's text, or its bytes if these are a part of a character."""
+    found = tokenizer.token_bytes.piece(token)
+    try:
+        return found.decode()
+    except UnicodeDecodeError:
+        return list(found)
+
+
 @router.post("/detokenize", response_model=DetokenizeResponse)
 async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
     """Return the text of tokens."""
@@ -119,7 +155,8 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
                     f"tokens[{index}] is {token}; ids must be in [0, {tokenizer.vocab_size})",
                     code="invalid_argument",
                 )
-        return JsonAnswer({"prompt": tokenizer.decode(body.tokens, skip_special_tokens=body.skip_special_tokens)})
+        text = tokenizer.decode(body.tokens, skip_special_tokens=body.skip_special_tokens)
+        return JsonAnswer({"prompt": text, "content": text})
 
     return await asyncio.to_thread(answer)
 

@@ -213,7 +213,7 @@ class GenerateManyBody(ContinueBody):
 UNSUPPORTED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "best_of": ((1,), "fork the session, generate in each child, and choose"),
     "echo": ((False,), "GET /v1/sessions/{id} has the text before"),
-    "suffix": (("",), "text cannot be filled in before a suffix"),
+    "suffix": (("",), "POST /v1/completions fills in text before a suffix"),
     "prompt_logprobs": ((), "POST /v1/sessions/{id}/score gives log-probabilities"),
     "response_format": (({"type": "text"},), "use structured_outputs"),
     "tools": (([],), "send tools to /v1/chat/completions"),

@@ -1,0 +1,170 @@
+"""llama-server's API: ``/completion``, ``/infill``, ``/slots``, ``/props``, ``/apply-template``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query, Request
+from starlette.responses import Response
+
+from quire.base.outputs import CompletionOutput, RequestOutput
+from quire.base.sampling_params import SamplingParams
+from quire.base.segments import BlendParams
+from quire.server.http.bodies import BodyRoute, off_loop, parsed
+from quire.server.http.context import Context
+from quire.server.http.errors import ApiError, bad_field, busy
+from quire.server.http.events import STREAMED, JsonAnswer, unless_gone
+from quire.server.http.sites import page_reads_only
+from quire.server.llamacpp import slots
+from quire.server.llamacpp.body import InfillBody, LlamaBody, SlotBody, completion_of, infill_of, prompts_of
+from quire.server.llamacpp.props import described
+from quire.server.llamacpp.replies import LlamaReply
+from quire.server.openai.blend_fields import Part
+from quire.server.openai.chat import answer_chat, rendered_chat
+from quire.server.openai.completions import answer_completion
+from quire.server.openai.generation import in_texts
+from quire.server.openai.protocol import ChatRequest
+from quire.server.openai.replies import Reply, answer, answer_in_session
+
+router = APIRouter(route_class=BodyRoute, tags=["llama.cpp"])
+
+NO_STORE = (
+    "slots are saved in the store: start the server with --state-dir DIR (llama-server's --slot-save-path) or --store"
+)
+
+
+@router.post("/completions", responses=STREAMED, include_in_schema=False)
+@router.post("/completion", responses=STREAMED)
+async def completion(request: Request, body: LlamaBody) -> Response:
+    """Continue a prompt, as llama-server does."""
+    context = _context(request)
+    prompts = await off_loop(request, lambda: prompts_of(body.prompt))
+    return await _answered(request, await off_loop(request, lambda: completion_of(context, body)), prompts)
+
+
+@router.post("/infill", responses=STREAMED)
+async def infill(request: Request, body: InfillBody) -> Response:
+    """Write the text between a prefix and a suffix."""
+    context = _context(request)
+    filled, ids = await in_texts(context, request, len(await request.body()), lambda: infill_of(context, body))
+    return await _answered(request, completion_of(context, filled), [[ids]])
+
+
+async def _answered(request: Request, body: LlamaBody, prompts: list[Sequence[Part]]) -> Response:
+    if body.slot is not None:
+        slots.check_number(_context(request), body.slot)
+
+    async def run(
+        request: Request,
+        context: Context,
+        reply: Reply,
+        prepared: Sequence[Any],
+        params: SamplingParams,
+        blend: BlendParams | None,
+        *,
+        adapter: str | None,
+        cache_salt: str | None,
+    ) -> Response:
+        if body.slot is None:
+            return await answer(
+                request, context, reply, prepared, params, blend, adapter=adapter, cache_salt=cache_salt
+            )
+        assert isinstance(reply, LlamaReply)
+        if len(prepared) * params.n > 1:
+            raise bad_field("id_slot", "a slot takes one prompt and one sample; leave id_slot out for several")
+        if blend is not None:
+            raise bad_field("blend", "a slot keeps exact state; leave blend or id_slot out")
+        reply.slot = slots.SlotStream(
+            context,
+            request.state.owner,
+            body.slot,
+            params,
+            prepared[0].tolist(),
+            adapter=adapter,
+            salt=cache_salt,
+            afresh=body.cache_prompt is False,
+        )
+        if not body.no_answer:
+            return await answer_in_session(request, reply, reply.slot)
+        if request.state.reads_only:
+            raise page_reads_only()
+        try:
+            ids = (await unless_gone(request, reply.slot.fill())).tokens
+        finally:
+            await reply.slot.aclose()
+        nothing = CompletionOutput(index=0, text="", token_ids=[], finish_reason="length")
+        output = RequestOutput(
+            request_id=request.state.request_id, prompt=None, prompt_token_ids=ids, outputs=[nothing]
+        )
+        return JsonAnswer(reply.at_once([output]))
+
+    return await answer_completion(request, body, LlamaReply, prompts=prompts, run=run)
+
+
+@router.post("/apply-template")
+async def apply_template(request: Request, body: ChatRequest) -> Response:
+    """Return the prompt that a conversation becomes."""
+    return JsonAnswer({"prompt": await rendered_chat(request, body)})
+
+
+@router.post("/chat/completions", responses=STREAMED, include_in_schema=False)
+async def chat_completions(request: Request, body: ChatRequest) -> Response:
+    """Answer a conversation, at the address of ``/v1/chat/completions`` without its version."""
+    return await answer_chat(request, body)
+
+
+@router.get("/props")
+async def props(request: Request) -> Response:
+    """Describe the server and its defaults."""
+    return JsonAnswer(described(_context(request)))
+
+
+@router.post("/props", include_in_schema=False)
+async def change_props() -> Response:
+    """Refuse the call: nothing global can be changed while the server runs."""
+    raise ApiError(
+        501, "the server's properties are fixed when it starts; give parameters in each request", code="unsupported"
+    )
+
+
+@router.get("/slots")
+async def list_slots(
+    request: Request,
+    fail_on_no_slot: Annotated[bool, Query(description="Answer 503 if every slot is in use.")] = False,
+) -> Response:
+    """List the slots of this API key, and which are in use."""
+    found = await slots.listed(_context(request), request.state.owner)
+    if fail_on_no_slot and all(one["is_processing"] for one in found):
+        raise busy(503, f"all {len(found)} slots are in use; try again later", "no_slot")
+    return JsonAnswer(found)
+
+
+@router.post(
+    "/slots/{id_slot}",
+    openapi_extra={"requestBody": {"content": {"application/json": {"schema": SlotBody.model_json_schema()}}}},
+)
+async def act_on_slot(
+    request: Request,
+    id_slot: int,
+    action: Annotated[Literal["save", "restore", "erase"], Query(description="What to do with the slot's state.")],
+) -> Response:
+    """Save the state of a slot as a branch of the store, restore it from one, or give it up."""
+    context, owner = _context(request), request.state.owner
+    slots.check_number(context, id_slot)
+    if action == "erase":
+        return JsonAnswer(await slots.erase(context, owner, id_slot))
+    store = context.llm.engine.stored.store
+    if store is None or not store.is_durable:
+        raise ApiError(501, NO_STORE, code="unsupported")
+    given = await request.body()
+    filename = SlotBody.model_validate(parsed(given, SlotBody)).filename if given else None
+    if filename is None:
+        raise bad_field("filename", "filename is missing: the name under which the state is kept")
+    act = slots.save if action == "save" else slots.restore
+    return JsonAnswer(await unless_gone(request, act(context, owner, id_slot, filename)))
+
+
+def _context(request: Request) -> Context:
+    context: Context = request.app.state.context
+    return context

@@ -1,0 +1,216 @@
+"""Slots: sessions of a client under the numbers that llama-server gives its places.
+
+Slot N of an API key is its session with the label ``slot=N``. A completion with ``id_slot`` makes
+it, or takes it back to the common beginning of its tokens and the prompt, and goes on there. Saving
+commits the session to the branch ``filename`` in the store; restoring checks that branch out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from itertools import takewhile
+from typing import Any
+
+from quire.async_llm import AsyncSession, AsyncStream
+from quire.base.errors import InvalidArgument, NotFound
+from quire.base.sampling_params import SamplingParams
+from quire.server.http.context import Context
+from quire.server.http.errors import ApiError, bad_field, naming
+from quire.server.sessions.held import HeldSession
+from quire.server.sessions.streams import ClientSessionStream
+
+LABEL = "slot"
+"""The label with a slot's number."""
+
+
+def check_number(context: Context, number: int) -> None:
+    """Raise ``ApiError`` 400 for a number that no slot has."""
+    count = total(context)
+    if not 0 <= number < count:
+        raise bad_field("id_slot", f"id_slot must be in [0, {count}), or -1 for none, got {number}")
+
+
+def total(context: Context) -> int:
+    """Return the number of slots: as many as sequences run at a time."""
+    return context.llm.config.max_num_seqs
+
+
+def held_in(context: Context, owner: str, number: int) -> HeldSession | None:
+    """Return the session of a slot; None for an empty one."""
+    return by_number(context, owner).get(number)
+
+
+def by_number(context: Context, owner: str) -> dict[int, HeldSession]:
+    """Return the sessions of an owner's slots."""
+    marked = [(held.session.labels.get(LABEL, ""), held) for held in context.sessions.of(owner)]
+    return {int(label): held for label, held in marked if label.isascii() and label.isdecimal()}
+
+
+async def hold(context: Context, owner: str, number: int, session: AsyncSession) -> str:
+    """Make a new session that of a slot, in its ``room``, and return its id."""
+    sessions = context.sessions
+    try:
+        lifetime = sessions.lifetime(None, pinned=session.pinned)
+        labels = {LABEL: str(number)}
+        (made,) = await sessions.hold(owner, [session], ttl=lifetime, name=f"slot {number}", labels=labels)
+    except BaseException:
+        await asyncio.shield(session.close())
+        raise
+    return made
+
+
+class SlotStream(ClientSessionStream):
+    """A completion in a slot. The slot is in use from the first delta to ``aclose``."""
+
+    def __init__(
+        self,
+        context: Context,
+        owner: str,
+        number: int,
+        params: SamplingParams,
+        ids: Sequence[int],
+        *,
+        adapter: str | None,
+        salt: str | None,
+        afresh: bool,
+    ) -> None:
+        """Prepare to run the prompt ``ids``. ``afresh``: without the state that is there."""
+        super().__init__(context, owner, "", params)
+        self._number, self._ids = number, list(ids)
+        self._adapter, self._salt, self._afresh = adapter, salt, afresh
+        self._lock = context.slot_locks.of(owner, number)
+        self._locked = False
+        self.cached = 0
+        """Tokens of the prompt whose state was there."""
+
+    async def take(self) -> AsyncSession:
+        if self._session is None:
+            await self._lock.acquire()
+            self._locked = True
+            self.session_id = await self._ready_id()
+        return await super().take()
+
+    async def _ready_id(self) -> str:
+        context, owner = self._context, self._owner
+        held = held_in(context, owner, self._number)
+        if held is not None and (self._afresh or held.session.adapter != self._adapter):
+            await context.sessions.close(owner, held.id)
+            held = None
+        if held is not None:
+            return held.id
+        with context.sessions.room(owner):
+            session = await context.llm.session([], adapter=self._adapter, cache_salt=self._salt)
+            return await hold(context, owner, self._number, session)
+
+    async def fill(self) -> AsyncSession:
+        """Run the prompt in the slot."""
+        session = await self.take()
+        there = session.tokens
+        kept = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(there, self._ids, strict=False)))
+        if kept < len(there):
+            await session.rewind(to=kept)
+        found = session.num_computed
+        if kept and found < kept - 1:
+            # A restored slot, and one whose pages were given up, find their state in the store.
+            found = max(found, (await session.compute()).cached)
+        # The logits behind the last token are computed in any case.
+        self.cached = min(found, kept, len(self._ids) - 1)
+        if kept < len(self._ids):
+            await session.append(self._ids[kept:])
+        return session
+
+    async def _begin(self) -> AsyncStream:
+        return (await self.fill()).stream(self._params)
+
+    async def _finish(self) -> None:
+        try:
+            await super()._finish()
+        finally:
+            if self._locked:
+                self._locked = False
+                self._lock.release()
+
+
+# -- /slots ----------------------------------------------------------------------------------------
+
+
+async def listed(context: Context, owner: str) -> list[dict[str, Any]]:
+    """Describe the slots. Requests that name none count in the first free ones."""
+    status = await context.llm.read(lambda llm: llm.status())
+    held = by_number(context, owner)
+    others = status["num_requests_running"] - sum(one.busy is not None for one in held.values())
+    found = []
+    for number in range(total(context)):
+        one = held.get(number)
+        busy = one is not None and one.busy is not None
+        if one is None and others > 0:
+            busy, others = True, others - 1
+        slot = {
+            "id": number,
+            "id_task": -1,
+            "n_ctx": context.longest,
+            "speculative": context.llm.config.speculative is not None,
+            "is_processing": busy,
+        }
+        found.append(slot if one is None else {**slot, "session_id": one.id, "num_tokens": len(one.session)})
+    return found
+
+
+async def save(context: Context, owner: str, number: int, filename: str) -> dict[str, Any]:
+    """Commit a slot's session to the branch ``filename``."""
+    began = time.monotonic()
+    async with context.slot_locks.of(owner, number):
+        held = held_in(context, owner, number)
+        if held is None:
+            raise ApiError(
+                404, f"slot {number} is empty; POST /completion with id_slot={number} fills it", code="not_found"
+            )
+        async with context.sessions.use(owner, held.id, "commit"):
+            with naming({"name": "filename"}, "filename", (InvalidArgument,)):
+                made = await held.session.commit(filename, force=True, owner=owner)
+    return {
+        "id_slot": number,
+        "filename": filename,
+        "n_saved": made.num_tokens,
+        "n_written": made.nbytes,
+        "timings": {"save_ms": _since(began)},
+    }
+
+
+async def restore(context: Context, owner: str, number: int, filename: str) -> dict[str, Any]:
+    """Make a slot's session go on from the branch ``filename``."""
+    began = time.monotonic()
+    async with context.slot_locks.of(owner, number):
+        with naming({"name": "filename"}, "filename", (InvalidArgument, NotFound)):
+            session = await context.llm.checkout(filename, owner=owner)
+        try:
+            if (before := held_in(context, owner, number)) is not None:
+                await context.sessions.close(owner, before.id)
+            with context.sessions.room(owner):
+                await hold(context, owner, number, session)
+        except BaseException:
+            await asyncio.shield(session.close())
+            raise
+    return {
+        "id_slot": number,
+        "filename": filename,
+        "n_restored": len(session),
+        "n_read": (await context.llm.log(filename, owner=owner))[0].nbytes,
+        "timings": {"restore_ms": _since(began)},
+    }
+
+
+async def erase(context: Context, owner: str, number: int) -> dict[str, Any]:
+    """Close a slot's session."""
+    async with context.slot_locks.of(owner, number):
+        erased = 0
+        if (held := held_in(context, owner, number)) is not None:
+            erased = len(held.session)
+            await context.sessions.close(owner, held.id)
+    return {"id_slot": number, "n_erased": erased}
+
+
+def _since(began: float) -> float:
+    return round(1000 * (time.monotonic() - began), 3)
