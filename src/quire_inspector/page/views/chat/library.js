@@ -174,6 +174,22 @@ export class Library {
     }
   }
 
+  /** Write a new conversation that is not shown. */
+  async addOther(document) {
+    this.noteListed(await this.app.put(`v1/chats/chat-${makeId(16)}`, { title: document.title.slice(0, 256), document, version: 0 }));
+  }
+
+  /** Return the conversations that have all words: of the server, or of this browser while it is away. */
+  async search(words) {
+    try {
+      return (await this.app.get("v1/chats", { search: words.slice(0, 200) })).data;
+    } catch (error) {
+      if (this.app.isAbort(error)) return [];
+      const wanted = words.toLowerCase().split(/\s+/).filter(Boolean);
+      return this.list.filter((one) => wanted.every((word) => one.title.toLowerCase().includes(word)));
+    }
+  }
+
   // -- the list -------------------------------------------------------------------------
 
   noteListed(summary) {

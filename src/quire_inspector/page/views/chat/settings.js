@@ -1,5 +1,7 @@
 // How answers are made: sampling with presets, the system message, thinking, a form, tools.
 
+import { shelf } from "./kept.js";
+
 const PRESETS = [
   { name: "model", label: "The model's own", hint: "What the model's authors recommend.", values: {} },
   { name: "precise", label: "Precise", hint: "Always the likeliest token: facts, code, extraction.", values: { temperature: 0 } },
@@ -78,6 +80,7 @@ export class SettingsForm {
     s.sampling ??= {};
     fill(
       this.element,
+      this.own(),
       this.area("system", "System message", { value: system, rows: 3, help: "What the model is told before the first message. A change begins a new branch from the start." }),
       el("fieldset", {}, el("legend", {}, "Sampling"), this.presets(), el("div.fields", {}, FIELDS.map((field) => this.number(field)))),
       this.area("stop", "Stop texts", { value: s.stop ?? "", rows: 1, help: "The answer ends before one of these, a line each." }),
@@ -94,6 +97,39 @@ export class SettingsForm {
     this.changed(this.settings, name);
   }
 
+  /** Settings that were kept under a name: all of them, the system message too. */
+  own() {
+    const { el, icon, visible } = this.app;
+    const kept = shelf("settings");
+    const names = kept.all();
+    const select = el("select.select", { id: "setting-own", disabled: !names.length }, el("option", { value: "" }, names.length ? "Choose…" : "None yet"), names.map(({ name }) => el("option", { value: name }, visible(name, 60))));
+    const drop = el("button.icon-button", { type: "button", disabled: true, "aria-label": "Delete these settings", title: "Delete", onclick: () => (kept.drop(select.value), this.again()) }, icon("trash"));
+    select.addEventListener("change", () => {
+      const found = names.find((one) => one.name === select.value);
+      drop.disabled = !found;
+      if (!found) return;
+      this.settings = structuredClone(found.value);
+      this.changed(this.settings, "system");
+      this.show(this.settings, { system: this.settings.system ?? "" });
+      const anew = this.element.querySelector("#setting-own");
+      anew.value = found.name;
+      anew.closest(".own").querySelector(".icon-button").disabled = false;
+      anew.focus();
+    });
+    const keep = async () => {
+      const given = await this.app.ask("Keep these settings", [{ name: "name", label: "Name", value: select.value, required: true, hint: "One with this name is replaced." }], { action: "Keep" });
+      if (!given) return;
+      const system = this.element.querySelector("[name=system]").value;
+      if (!kept.put(given.name.trim().slice(0, 80), { ...this.settings, system: system || undefined })) this.app.notify("The browser has no room for them", "error");
+      this.again();
+    };
+    return el("div.setting.wide", {}, el("div.setting-head", {}, el("label", { for: "setting-own" }, "Kept settings"), el("button.button.small", { type: "button", onclick: keep }, icon("plus"), "Keep these…")), el("div.own", {}, select, drop));
+  }
+
+  again() {
+    this.show(this.settings, { system: this.element.querySelector("[name=system]").value });
+  }
+
   presets() {
     const { el } = this.app;
     const chosen = presetOf(this.settings.sampling);
@@ -107,7 +143,7 @@ export class SettingsForm {
     const { max_tokens, seed } = this.settings.sampling;
     const kept = Object.fromEntries(Object.entries({ max_tokens, seed }).filter(([, value]) => value !== undefined));
     this.note("sampling", { ...preset.values, ...kept });
-    this.show(this.settings, { system: this.element.querySelector("[name=system]").value });
+    this.again();
     this.element.querySelector(".presets [aria-pressed=true]")?.focus();
   }
 

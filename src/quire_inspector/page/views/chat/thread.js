@@ -24,6 +24,8 @@ export class Thread {
     this.element = el("section.thread", { "aria-label": "Branch" }, close ? el("header.thread-head", {}, this.headline, el("button.icon-button.small", { type: "button", "aria-label": "Close this branch", title: "Close this branch", onclick: close }, icon("close"))) : null, this.scroller, this.down);
     this.scroller.addEventListener("scroll", () => this.scrolled(), { passive: true });
     this.follows = true;
+    // Code and formulas take their room once their libraries are there.
+    new ResizeObserver(() => this.follows && this.toEnd()).observe(this.list);
   }
 
   get tree() {

@@ -47,7 +47,7 @@ export class WhyBar {
   show(node) {
     const { el, fill } = this.app;
     const figures = figuresOf(this.app, node);
-    this.element.hidden = !figures.length || this.chat.runs.has(this.id);
+    this.element.hidden = !figures.some(([label]) => label !== "end") || this.chat.runs.has(this.id);
     const brief = figures.filter(([label]) => !["computed", "recomputed"].includes(label));
     fill(
       this.row,
