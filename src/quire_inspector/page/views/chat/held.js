@@ -1,6 +1,7 @@
 // What only sessions can do with a branch: keep what follows an edit, pin, commit, and show its tokens.
 
 import { sessionPath } from "../../lib/edits.js";
+import { templateFields } from "./settings.js";
 import { messagesOf } from "./tree.js";
 
 export class Held {
@@ -53,9 +54,8 @@ export class Held {
       const path = tree.path(id);
       const messages = messagesOf(path);
       const question = messages.findLastIndex((one) => one.role !== "assistant");
-      const made = await client.json("POST", "v1/sessions", { body: { messages: messages.slice(0, question + 1), pin: true, labels: { chat: this.chat.library.id } } });
-      const rest = path.slice(question + 1).map((one) => one.content).join("");
-      if (rest) await client.json("POST", sessionPath(made.id, "append"), { body: { text: rest } });
+      const made = await client.json("POST", "v1/sessions", { body: { ...templateFields(tree.settings), messages: messages.slice(0, question + 1), pin: true, labels: { chat: this.chat.library.id } } });
+      await this.chat.runs.said(made, path.slice(question + 1));
       tree.patch(id, { pin: made.id });
       notify("Pinned: its state stays in the server's memory for four hours without use");
     }

@@ -56,9 +56,11 @@ function parsed(what, text, fits, kind) {
   return value;
 }
 
-/** Return whether a session of the server can hold such a conversation. */
-export function canBeHeld(settings) {
-  return !settings.thinking && !settings.tools?.trim();
+/** Return what a session is made with, so that its messages are written as they are when an answer is asked for. */
+export function templateFields(settings) {
+  const { tools, enable_thinking, reasoning_effort } = requestFields(settings);
+  const variables = { ...(enable_thinking === undefined ? {} : { enable_thinking }), ...(reasoning_effort ? { reasoning_effort } : {}) };
+  return { ...(tools ? { tools } : {}), ...(Object.keys(variables).length ? { chat_template_kwargs: variables } : {}) };
 }
 
 const TOOL_EXAMPLE = '[{"name": "weather", "description": "The weather in a city", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}]';
@@ -188,7 +190,7 @@ export class SettingsForm {
     box.addEventListener("change", () => this.note("hold", box.checked ? undefined : false));
     const why = off
       ? "The server was started without --allow-edits. Branches then find their beginning in the prefix cache."
-      : "Each answer is a session that shares its pages with the others; see History. Without it, and with tools or thinking, branches find their beginning in the prefix cache.";
+      : "Each answer is a session that shares its pages with the others; see History. Without it, branches find their beginning in the prefix cache.";
     return el("div.setting.wide", {}, el("div.check", {}, box, el("label", { for: "setting-hold" }, "Hold branches as sessions")), el("p.hint", { id: "setting-hold-help" }, why));
   }
 }
