@@ -36,7 +36,12 @@ export class Exchange {
     this.chat = chat;
     this.app = chat.app;
     this.input = this.app.el("input", { type: "file", accept: ".json,.quire,application/json", hidden: true, tabindex: "-1", "aria-hidden": "true" });
-    this.input.addEventListener("change", () => this.take(this.input.files[0]));
+    this.input.addEventListener("change", () => {
+      const [file] = this.input.files;
+      // The same file may be chosen again.
+      this.input.value = "";
+      void this.take(file);
+    });
   }
 
   get name() {
@@ -44,7 +49,6 @@ export class Exchange {
   }
 
   choose() {
-    this.input.value = "";
     this.input.click();
   }
 

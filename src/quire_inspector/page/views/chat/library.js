@@ -27,6 +27,9 @@ export class Library {
     this.writing = null;
     /** The tree of a conversation in which an answer is under way. */
     this.treeOf = (_id) => null;
+    // Other windows of this browser hear of a change at once, and those of other browsers when they look.
+    this.windows = new BroadcastChannel("quire.chats");
+    this.windows.onmessage = () => void this.refresh();
   }
 
   /** Which process of the server this is: without a state directory, another one knows nothing. */
@@ -139,7 +142,12 @@ export class Library {
     try {
       const done = await this.writing;
       this.noteListed(done);
-      if (id !== this.id) return;
+      this.windows.postMessage(id);
+      if (id !== this.id) {
+        const copy = chatCopies.get(id);
+        if (copy) chatCopies.put({ ...copy, version: done.version, started: this.started, dirty: false });
+        return;
+      }
       [this.version, this.knownTo] = [done.version, this.started];
       this.trouble = null;
       this.keepCopy();
@@ -253,6 +261,7 @@ export class Library {
     } catch (error) {
       if (error.status !== 404) throw error;
     }
+    this.windows.postMessage(id);
     chatCopies.drop(id);
     this.list = this.list.filter((one) => one.id !== id);
     this.hear.listed();

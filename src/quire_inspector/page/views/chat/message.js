@@ -5,7 +5,7 @@ import { grow } from "./composer.js";
 import { drafts } from "./kept.js";
 import { Markdown } from "./markdown.js";
 import { fullText } from "./tree.js";
-import { WhyBar } from "./why.js";
+import { WhyBar, isFull } from "./why.js";
 
 const ROLES = { user: "You", assistant: "Answer", system: "System message", tool: "Tool result" };
 
@@ -226,7 +226,7 @@ export class Message {
     if (this.isRunning) {
       fill(this.actions, el("button.button.small", { type: "button", onclick: () => this.chat.runs.stop(this.id) }, icon("stop"), "Stop"));
     } else {
-      const cut = node.role === "assistant" && node.content && (node.pending || ["length", "stopped", "error"].includes(node.finish));
+      const cut = node.role === "assistant" && node.content && (node.pending || ["length", "stopped", "error"].includes(node.finish)) && !isFull(this.app, node);
       fill(
         this.actions,
         cut ? el("button.button.small", { type: "button", onclick: () => this.thread.proceed(this.id) }, icon("play"), "Continue") : null,
