@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,21 +10,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.inspector.conftest import Visit, Watch, engine
+from tests.inspector.conftest import Visit, Watch, engine, small_model
 from tests.inspector.page_use import close_all, expect, findings, sideways, told
 from tests.inspector.test_comebacks import free_port
 from tests.inspector.test_shell import HOSTILE
 from tests.server.conftest import OPTIONS, TEMPLATE, Served, serving, shallow_copy, wait_for
 from tests.server.killable import killable
 
+import quire_inspector
 from quire.server.http.settings import ServerSettings
 from quire.server.openai import chat
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Locator, Page
+    from playwright.sync_api import Browser, Locator, Page
 
-MODEL = os.environ.get("QUIRE_CHAT_MODEL", "")
-"""A real model to tell the stories with, instead of two layers of the bundled one."""
 SHORT = {"sampling": {"max_tokens": 12, "temperature": 0}}
 TEXT = """## A heading
 
@@ -58,18 +56,6 @@ def talking(
     with visit(url, storage_state=state, **options) as (page, watch):
         expect(page.get_by_text("What shall we talk about?")).to_be_visible()
         yield page, watch
-
-
-def small_model(folder: Path, template: str = TEMPLATE) -> Path:
-    """Two layers of the bundled model with a chat template."""
-    shallow_copy(folder)
-    (folder / "chat_template.jinja").write_text(template)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return Path(MODEL) if MODEL else small_model(tmp_path_factory.mktemp("models") / "tiny-chat")
 
 
 def field(page: Page) -> Locator:
@@ -545,9 +531,10 @@ def test_a_file_that_is_no_conversation(
         expect(page.locator("#toasts")).to_contain_text(said)
 
 
-def test_a_full_pool(visit: Visit, chat_folder: Path) -> None:
+def test_a_full_pool(visit: Visit, tmp_path: Path) -> None:
     """A pinned session of another program has most pages."""
-    with engine(chat_folder, kv_cache_memory="4MiB") as llm, serving(llm, ServerSettings(allow_edits=True)) as served:
+    folder = small_model(tmp_path / "model")
+    with engine(folder, kv_cache_memory="4MiB") as llm, serving(llm, ServerSettings(allow_edits=True)) as served:
         total = told(served.client, "/v1/state")["use"]["total"]
         length = int(0.7 * total) * llm.engine.runner.state.page_size
         body = {"prompt": [5] * length, "pin": True}
@@ -677,7 +664,8 @@ def test_conversations_are_found_by_what_was_said(visit: Visit, inspected: Serve
         ask(page, "another about apples")
         side = page.get_by_role("navigation", name="Conversations")
         expect(side.get_by_role("heading", name="Today")).to_be_visible()
-        expect(side.locator(".chat-link", has_text="about")).to_have_count(2)
+        for text in ("a question about zebras", "another about apples"):
+            expect(side.locator(".chat-link", has_text=text)).to_have_count(1)
         tree(page)
         answers(page).last.focus()
         page.keyboard.press("/")
@@ -754,14 +742,41 @@ def test_markdown_code_and_mathematics(scheme: str, visit: Visit, inspected: Ser
         assert findings(page) == []
 
 
+def test_the_first_paint_waits_for_no_script(browser: Browser, inspected: Served) -> None:
+    context = browser.new_context()
+    page = context.new_page()
+    page.route("**/*.js", lambda route: route.abort())
+    page.goto(inspected.url)
+    expect(page.get_by_text("Loading")).to_be_visible()
+    painted = "performance.getEntriesByName('first-contentful-paint').length"
+    wait_for(lambda: page.evaluate(painted) == 1)
+    context.close()
+
+
+def test_what_the_chat_imports_is_named_in_the_page(visit: Visit, inspected: Served) -> None:
+    """So the browser asks for all of it at once."""
+    text = Path(quire_inspector.__file__).with_name("page").joinpath("index.html").read_text()
+    named = set(re.findall(r'"modulepreload" href="([^"]+)"', text))
+    with talking(visit, inspected.url) as (_, watch):
+        asked = {one.removeprefix("GET /") for one in watch.requests if one.endswith(".js")}
+        assert asked - {"inspector/main.js", "inspector/theme.js"} == named
+
+
 def test_right_to_left(visit: Visit, inspected: Served, tmp_path: Path) -> None:
     with talking(visit, inspected.url) as (page, _):
         bring(
-            page, tmp_path, [{"role": "user", "content": "مرحبا"}, {"role": "assistant", "content": "السلام\n\nhello"}]
+            page,
+            tmp_path,
+            [
+                {"role": "user", "content": "مرحبا"},
+                {"role": "assistant", "content": "السلام\n\nhello\n\n- **أولا**\n- two"},
+            ],
         )
         shown = answers(page).first.locator(".markdown > p")
         expect(shown).to_have_count(2)
         assert [one.evaluate("one => getComputedStyle(one).direction") for one in shown.all()] == ["rtl", "ltr"]
+        (listed,) = answers(page).first.locator(".markdown > ul").all()
+        assert listed.evaluate("one => getComputedStyle(one).direction") == "rtl", "its dots stand on the right"
 
 
 @pytest.mark.parametrize("width", [360, 2560])
