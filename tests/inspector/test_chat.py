@@ -164,7 +164,10 @@ def test_other_views_look_the_same_behind_it(visit: Visit, inspected: Served) ->
 
 
 def test_an_answer_goes_on_while_another_view_is_shown(visit: Visit, inspected: Served) -> None:
-    with talking(visit, inspected.url, {"sampling": {"temperature": 0, "max_tokens": 400}}) as (page, _):
+    with talking(visit, inspected.url, {"sampling": {"temperature": 0, "max_tokens": 150, "ignore_eos": True}}) as (
+        page,
+        _,
+    ):
         field(page).fill("class Queue:")
         field(page).press("Enter")
         expect(answers(page).first.locator(".markdown")).not_to_be_empty()
@@ -338,6 +341,27 @@ def test_an_edit_in_the_middle(button: str, mode: str, visit: Visit, inspected: 
         assert [one["session"]["exact"] for one in held] == [mode == "exact"]
         ask(page, "third")
         assert figure(answers(page).last, "reused") > 256, "the session of the edit is continued"
+    close_all(inspected.client)
+
+
+def test_an_edit_of_a_message_that_an_answer_quotes(visit: Visit, inspected: Served, tmp_path: Path) -> None:
+    with talking(visit, inspected.url) as (page, _):
+        said = [
+            {"role": "user", "content": "apples"},
+            {"role": "assistant", "content": "You said apples, and apples it is."},
+            {"role": "user", "content": "apples"},
+            {"role": "assistant", "content": "Once more."},
+        ]
+        bring(page, tmp_path, said)
+        questions(page).last.focus()
+        page.keyboard.press("e")
+        page.get_by_label("The message").fill("pears")
+        page.get_by_role("button", name="Keep what follows").click()
+        expect(page.locator("#toasts")).to_contain_text("Edited in the middle")
+        ask(page, "and now?")
+        session = [one["session"]["id"] for one in tree(page).values() if one.get("session")][-1]
+        text = told(inspected.client, f"/v1/sessions/{session}")["text"]
+        assert re.findall("apples|pears", text) == ["apples", "apples", "apples", "pears"]
     close_all(inspected.client)
 
 

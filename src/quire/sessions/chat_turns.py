@@ -157,12 +157,16 @@ class ChatTurns:
             before, gone, new = before + gone[:same], gone[same:], new[same:]
             same = _same(gone[::-1], new[::-1])
             gone, new, after = gone[: len(gone) - same], new[: len(new) - same], gone[len(gone) - same :] + after
-            whole, at = before + gone + after, len(before)
-            for text in set(texts) - {b""}:
+            whole, at, quoted = before + gone + after, len(before), list[range]()
+            for text in sorted(set(texts) - {b""}, key=len, reverse=True):
                 places = [one.start() for one in re.finditer(re.escape(text), whole)]
+                # A longer message may quote this one.
+                places = [place for place in places if not any(place in one for one in quoted)]
+                if len(places) != texts.count(text):
+                    continue  # it is not known which is which
+                quoted += [range(place, place + len(text)) for place in places]
                 for number, place in enumerate(places):
-                    # As often as there are messages that say so, or it is not known which is which.
-                    if place <= at and at + len(gone) <= place + len(text) and len(places) == texts.count(text):
+                    if place <= at and at + len(gone) <= place + len(text):
                         edited = text[: at - place] + new + text[at - place + len(gone) :]
                         found.append((text, number, edited.decode(errors="replace")))
         if len(found) != 1:
