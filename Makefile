@@ -36,9 +36,10 @@ test: $(VENV)/.stamp-test  ## The tests that continuous integration runs
 test-all: $(VENV)/.stamp-test  ## All tests, also the long ones
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --timeout 3600 --hypothesis-profile random
 
-test-real: $(VENV)/.stamp-test  ## Real models in DIR, downloaded if there are none: NAME.gguf and a directory NAME (takes minutes)
+test-real: $(VENV)/.stamp-test  ## Real models in DIR, downloaded if there are none; the chat page with the model CHAT (takes minutes)
 	$(BIN)/python -m tests.real.fetch $(DIR)
 	QUIRE_REAL_MODELS=$(DIR) $(BIN)/python -m pytest -m real tests/real
+	$(if $(CHAT),QUIRE_CHAT_MODEL=$(CHAT) $(BIN)/python -m pytest tests/inspector/test_chat.py)
 
 test-clients: $(VENV)/.stamp-test $(CLIENTS)/.stamp $(PROGRAMS)/node_modules/.stamp  ## Clients of others, Python and npm, against the server (installs 2 GB; 10 minutes)
 	$(BIN)/python bench/clients.py --python $(CLIENTS)/bin/python

@@ -9,27 +9,28 @@ request to anybody but its own server) fails the test.
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import shutil
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import urlsplit
 
 import pytest
-from tests.server.conftest import OPTIONS, Served, chat_folder, serving
+from tests.server.conftest import OPTIONS, TEMPLATE, Served, serving, shallow_copy
 
 from quire import AsyncLLM
 from quire.server.http.settings import ServerSettings
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from playwright.sync_api import Browser, Page
 
-__all__ = ["chat_folder"]
-
+MODEL = os.environ.get("QUIRE_CHAT_MODEL", "")
+"""A real model to tell the stories of ``test_chat.py`` with, instead of two layers of the bundled
+one."""
 FLAGS = (
     "--no-sandbox",
     "--disable-gpu",
@@ -138,10 +139,23 @@ def run_aside(work: Coroutine[Any, Any, None]) -> None:
     thread.join()
 
 
+def small_model(folder: Path, template: str = TEMPLATE) -> Path:
+    """Make two layers of the bundled model with a chat template."""
+    shallow_copy(folder)
+    (folder / "chat_template.jinja").write_text(template)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(MODEL) if MODEL else small_model(tmp_path_factory.mktemp("models") / "tiny-chat")
+
+
 @contextmanager
 def engine(folder: Path | str, **options: Any) -> Iterator[AsyncLLM]:
     """Make an LLM that is closed afterwards."""
-    made = AsyncLLM(folder, **{**OPTIONS, **options})
+    room = {"kv_cache_memory": "512MiB"} if MODEL else {}
+    made = AsyncLLM(folder, **{**OPTIONS, **room, **options})
     try:
         yield made
     finally:

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.inspector.conftest import Visit, engine
+from tests.inspector.conftest import Visit, Watch, engine, small_model
 from tests.inspector.page_use import close_all, expect, findings, sideways, told
 from tests.inspector.test_comebacks import free_port
 from tests.inspector.test_shell import HOSTILE
-from tests.server.conftest import OPTIONS, Served, serving, shallow_copy, wait_for
+from tests.server.conftest import OPTIONS, TEMPLATE, Served, serving, shallow_copy, wait_for
 from tests.server.killable import killable
 
+import quire_inspector
 from quire.server.http.settings import ServerSettings
+from quire.server.openai import chat
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Locator, Page
+    from playwright.sync_api import Browser, Locator, Page
 
 SHORT = {"sampling": {"max_tokens": 12, "temperature": 0}}
 TEXT = """## A heading
@@ -42,11 +46,16 @@ def add(a: int) -> int:  # adds
 """
 
 
-def begin(page: Page, **settings: Any) -> None:
-    """Let answers be short, and the same each time."""
-    page.evaluate("(value) => localStorage.setItem('quire.habits', value)", json.dumps({**SHORT, **settings}))
-    page.reload()
-    expect(page.get_by_text("What shall we talk about?")).to_be_visible()
+@contextmanager
+def talking(
+    visit: Visit, url: str, settings: dict[str, Any] | None = None, **options: Any
+) -> Iterator[tuple[Page, Watch]]:
+    """Open a new conversation, whose answers are short, and the same each time."""
+    habits = {"name": "quire.habits", "value": json.dumps({**SHORT, **(settings or {})})}
+    state = {"cookies": [], "origins": [{"origin": url.partition("/#")[0], "localStorage": [habits]}]}
+    with visit(url, storage_state=state, **options) as (page, watch):
+        expect(page.get_by_text("What shall we talk about?")).to_be_visible()
+        yield page, watch
 
 
 def field(page: Page) -> Locator:
@@ -84,22 +93,26 @@ def figure(message: Locator, label: str) -> int:
     return int(found[1].replace(",", ""))
 
 
-def tree(page: Page) -> Any:
-    """The messages of the conversation that is shown, as the server has them."""
-    name = page.evaluate("new URLSearchParams(location.hash.split('?')[1]).get('id')")
+def written(page: Page) -> dict[str, Any]:
+    """The browser's copy of the conversation that is shown, once the server has it too."""
+    name = "new URLSearchParams(location.hash.split('?')[1]).get('id')"
+    copy = f"""JSON.parse(localStorage['quire.chat.' + {name}] ?? '{{"dirty": true}}')"""
     found: dict[str, Any] = {}
 
     def stored() -> bool:
-        listed = page.evaluate("() => fetch('/v1/chats').then((one) => one.json())")["data"]
-        if name not in [one["id"] for one in listed]:
-            return False
-        answer = page.evaluate("(url) => fetch(url).then((one) => one.json())", f"/v1/chats/{name}")
-        found.update(answer["document"]["nodes"])
-        return not any(node.get("pending") for node in found.values())
+        found.update(page.evaluate(copy))
+        return not found["dirty"] and not any(node.get("pending") for node in found["document"]["nodes"].values())
 
-    page.wait_for_timeout(700)
     wait_for(stored)
     return found
+
+
+def tree(page: Page) -> Any:
+    """The messages of the conversation that is shown, as the server has them."""
+    found = written(page)
+    read = page.evaluate("(url) => fetch(url).then((one) => one.json())", f"/v1/chats/{found['id']}")
+    assert read["document"] == found["document"]
+    return found["document"]["nodes"]
 
 
 def menu(page: Page, message: Locator, item: str) -> None:
@@ -119,8 +132,7 @@ def bring(page: Page, tmp_path: Path, messages: Any) -> None:
 
 
 def test_a_conversation(visit: Visit, inspected: Served) -> None:
-    with visit(inspected.url) as (page, watch):
-        begin(page)
+    with talking(visit, inspected.url) as (page, watch):
         expect(page.get_by_role("link", name="Chat")).to_have_attribute("aria-current", "page")
         ask(page, "def add(a, b):\n    return")
         ask(page, "and sub?")
@@ -140,8 +152,7 @@ def test_a_conversation(visit: Visit, inspected: Served) -> None:
 
 
 def test_other_views_look_the_same_behind_it(visit: Visit, inspected: Served) -> None:
-    with visit(inspected.url) as (page, _):
-        begin(page)
+    with talking(visit, inspected.url) as (page, _):
         ask(page, "x")
         page.get_by_role("navigation", name="Views").get_by_role("link", name="History").click()
         rows = page.get_by_role("treeitem")
@@ -153,8 +164,10 @@ def test_other_views_look_the_same_behind_it(visit: Visit, inspected: Served) ->
 
 
 def test_an_answer_goes_on_while_another_view_is_shown(visit: Visit, inspected: Served) -> None:
-    with visit(inspected.url) as (page, _):
-        begin(page, sampling={"temperature": 0, "max_tokens": 400})
+    with talking(visit, inspected.url, {"sampling": {"temperature": 0, "max_tokens": 150, "ignore_eos": True}}) as (
+        page,
+        _,
+    ):
         field(page).fill("class Queue:")
         field(page).press("Enter")
         expect(answers(page).first.locator(".markdown")).not_to_be_empty()
@@ -170,8 +183,7 @@ def test_an_answer_goes_on_while_another_view_is_shown(visit: Visit, inspected: 
 
 
 def test_a_page_that_may_not_edit_chats_too(visit: Visit, looked_at: Served) -> None:
-    with visit(looked_at.url) as (page, watch):
-        begin(page)
+    with talking(visit, looked_at.url) as (page, watch):
         ask(page, "x = 1")
         ask(page, "y = 2")
         # The answer is tokenised anew, and may begin otherwise than it was written.
@@ -195,8 +207,7 @@ def test_a_model_without_a_template_has_the_playground(visit: Visit, tmp_path: P
 
 
 def test_stop_keeps_what_was_written_and_continue_goes_on(visit: Visit, inspected: Served) -> None:
-    with visit(inspected.url) as (page, _):
-        begin(page, sampling={"temperature": 0, "max_tokens": 2000})
+    with talking(visit, inspected.url, {"sampling": {"temperature": 0, "max_tokens": 2000}}) as (page, _):
         field(page).fill("class Stack:")
         field(page).press("Enter")
         expect(answers(page).first.locator(".markdown")).not_to_be_empty()
@@ -219,8 +230,7 @@ def test_stop_keeps_what_was_written_and_continue_goes_on(visit: Visit, inspecte
 
 
 def test_editing_a_message_forks_there(visit: Visit, inspected: Served) -> None:
-    with visit(inspected.url) as (page, _):
-        begin(page)
+    with talking(visit, inspected.url) as (page, _):
         for number in range(3):
             ask(page, f"question {number}")
         nodes = tree(page)
@@ -253,8 +263,7 @@ def test_editing_a_message_forks_there(visit: Visit, inspected: Served) -> None:
 
 
 def test_several_answers_to_choose_from(visit: Visit, inspected: Served) -> None:
-    with visit(inspected.url) as (page, _):
-        begin(page, sampling={"max_tokens": 8, "temperature": 1, "seed": 1})
+    with talking(visit, inspected.url, {"sampling": {"max_tokens": 8, "temperature": 1, "seed": 1}}) as (page, _):
         ask(page, "x")
         page.get_by_label("Answers at once").select_option("3")
         field(page).fill("choose")
@@ -278,8 +287,7 @@ def test_several_answers_to_choose_from(visit: Visit, inspected: Served) -> None
 
 
 def test_two_branches_get_one_question(visit: Visit, inspected: Served) -> None:
-    with visit(inspected.url) as (page, _):
-        begin(page)
+    with talking(visit, inspected.url) as (page, _):
         ask(page, "one")
         answers(page).last.focus()
         page.keyboard.press("r")
@@ -300,8 +308,7 @@ def test_two_branches_get_one_question(visit: Visit, inspected: Served) -> None:
 
 
 def test_going_back_leaves_a_branch_beside(visit: Visit, inspected: Served) -> None:
-    with visit(inspected.url) as (page, _):
-        begin(page)
+    with talking(visit, inspected.url) as (page, _):
         for number in range(3):
             ask(page, f"question {number}")
         page.get_by_role("button", name="Branches", exact=True).click()
@@ -318,8 +325,7 @@ def test_going_back_leaves_a_branch_beside(visit: Visit, inspected: Served) -> N
 
 @pytest.mark.parametrize(("button", "mode"), [("Keep what follows", "exact"), ("Keep it, blended", "blend")])
 def test_an_edit_in_the_middle(button: str, mode: str, visit: Visit, inspected: Served) -> None:
-    with visit(inspected.url) as (page, _):
-        begin(page)
+    with talking(visit, inspected.url) as (page, _):
         ask(page, "a first question about apples")
         # So long that blending pays: below 256 tokens everything is computed in full.
         ask(page, "second " + "tell me more of it " * 100)
@@ -338,13 +344,33 @@ def test_an_edit_in_the_middle(button: str, mode: str, visit: Visit, inspected: 
     close_all(inspected.client)
 
 
+def test_an_edit_of_a_message_that_an_answer_quotes(visit: Visit, inspected: Served, tmp_path: Path) -> None:
+    with talking(visit, inspected.url) as (page, _):
+        said = [
+            {"role": "user", "content": "apples"},
+            {"role": "assistant", "content": "You said apples, and apples it is."},
+            {"role": "user", "content": "apples"},
+            {"role": "assistant", "content": "Once more."},
+        ]
+        bring(page, tmp_path, said)
+        questions(page).last.focus()
+        page.keyboard.press("e")
+        page.get_by_label("The message").fill("pears")
+        page.get_by_role("button", name="Keep what follows").click()
+        expect(page.locator("#toasts")).to_contain_text("Edited in the middle")
+        ask(page, "and now?")
+        session = [one["session"]["id"] for one in tree(page).values() if one.get("session")][-1]
+        text = told(inspected.client, f"/v1/sessions/{session}")["text"]
+        assert re.findall("apples|pears", text) == ["apples", "apples", "apples", "pears"]
+    close_all(inspected.client)
+
+
 # -- coming back -----------------------------------------------------------------------------------
 
 
 def test_two_windows_share_a_conversation(visit: Visit, inspected: Served) -> None:
-    with visit(inspected.url) as (page, watch):
+    with talking(visit, inspected.url) as (page, watch):
         watch.allow("404")
-        begin(page)
         ask(page, "from the first window")
         tree(page)
         other = page.context.new_page()
@@ -367,16 +393,18 @@ def test_two_windows_share_a_conversation(visit: Visit, inspected: Served) -> No
 def test_keys_do_not_see_each_others_conversations(visit: Visit, inspected: Served) -> None:
     settings = ServerSettings(api_key=("first-key", "second-key"), allow_edits=True)
     with serving(inspected.llm, settings, authorization="Bearer first-key") as served:
-        with visit(f"{served.url}/#key=first-key") as (page, _):
-            begin(page)
+        with talking(visit, f"{served.url}/#key=first-key") as (page, watch):
             ask(page, "of the first key")
-            page.wait_for_timeout(1000)
+            written(page)
+            before = len(watch.requests)
             page.get_by_role("button", name="API key").click()
             page.get_by_role("dialog").get_by_label("Key of this server").fill("second-key")
             page.get_by_role("dialog").get_by_role("button", name="Connect").click()
             expect(page.get_by_text("What shall we talk about?")).to_be_visible()
             expect(page.get_by_role("navigation", name="Conversations")).not_to_contain_text("of the first key")
-            page.wait_for_timeout(5000)
+            # By now it has looked for what this key has, and sent what that lacks.
+            wait_for(lambda: "GET /v1/chats" in watch.requests[before:])
+            page.wait_for_timeout(300)
             theirs = {"authorization": "Bearer second-key"}
             assert served.client.get("/v1/chats", headers=theirs).json()["data"] == []
             assert len(told(served.client, "/v1/chats")["data"]) == 1
@@ -389,10 +417,9 @@ def test_a_killed_server_comes_back(visit: Visit, chat_folder: Path, tmp_path: P
     settings = {"allow_edits": True}
     with (
         killable(chat_folder, tmp_path / "first", options=options, port=port, **settings) as first,
-        visit(first.url) as (page, watch),
+        talking(visit, first.url) as (page, watch),
     ):
         watch.allow("ERR_", "Failed to load resource", "net::")
-        begin(page)
         ask(page, "before the end")
         answer = answers(page).last.locator(".markdown").inner_text()
         tree(page)
@@ -414,8 +441,7 @@ def test_a_killed_server_comes_back(visit: Visit, chat_folder: Path, tmp_path: P
 
 
 def test_typed_text_is_kept_until_it_is_sent(visit: Visit, inspected: Served) -> None:
-    with visit(inspected.url) as (page, _):
-        begin(page)
+    with talking(visit, inspected.url) as (page, _):
         field(page).fill("not sent yet")
         page.reload()
         expect(field(page)).to_have_value("not sent yet")
@@ -436,9 +462,8 @@ def test_typed_text_is_kept_until_it_is_sent(visit: Visit, inspected: Served) ->
 
 
 def test_a_pasted_megabyte_is_a_file_and_nothing_is_lost(visit: Visit, inspected: Served) -> None:
-    with visit(inspected.url) as (page, watch):
+    with talking(visit, inspected.url) as (page, watch):
         watch.allow("400")
-        begin(page)
         field(page).focus()
         page.evaluate(
             """() => { const data = new DataTransfer(); data.setData("text/plain", "word ".repeat(200000));
@@ -458,8 +483,7 @@ def test_a_pasted_megabyte_is_a_file_and_nothing_is_lost(visit: Visit, inspected
 
 
 def test_a_wrong_schema_says_where_to_mend_it(visit: Visit, inspected: Served) -> None:
-    with visit(inspected.url) as (page, _):
-        begin(page, schema="{oops")
+    with talking(visit, inspected.url, {"schema": "{oops"}) as (page, _):
         field(page).fill("x")
         field(page).press("Enter")
         expect(answers(page).last.get_by_role("alert")).to_contain_text("The JSON schema cannot be read as JSON")
@@ -476,9 +500,8 @@ def test_a_wrong_schema_says_where_to_mend_it(visit: Visit, inspected: Served) -
 
 
 def test_a_session_that_is_gone_costs_nothing_but_time(visit: Visit, inspected: Served) -> None:
-    with visit(inspected.url) as (page, watch):
+    with talking(visit, inspected.url) as (page, watch):
         watch.allow("404")
-        begin(page)
         ask(page, "one")
         tree(page)
         close_all(inspected.client)
@@ -489,8 +512,7 @@ def test_a_session_that_is_gone_costs_nothing_but_time(visit: Visit, inspected: 
 
 
 def test_what_others_wrote_is_text(visit: Visit, inspected: Served, tmp_path: Path) -> None:
-    with visit(inspected.url) as (page, _):
-        begin(page)
+    with talking(visit, inspected.url) as (page, _):
         marked = "\n\n".join(
             [*HOSTILE, "[x](javascript:alert(1))", "[y](data:text/html,x)", "$\\href{javascript:alert(1)}{z}$"]
         )
@@ -527,11 +549,189 @@ def test_what_others_wrote_is_text(visit: Visit, inspected: Served, tmp_path: Pa
 def test_a_file_that_is_no_conversation(
     content: str, said: str, visit: Visit, inspected: Served, tmp_path: Path
 ) -> None:
-    with visit(inspected.url) as (page, _):
-        begin(page)
+    with talking(visit, inspected.url) as (page, _):
         (tmp_path / "wrong.json").write_text(content)
         page.locator("input[accept]").set_input_files(tmp_path / "wrong.json")
         expect(page.locator("#toasts")).to_contain_text(said)
+
+
+def test_a_full_pool(visit: Visit, tmp_path: Path) -> None:
+    """A pinned session of another program has most pages."""
+    folder = small_model(tmp_path / "model")
+    with engine(folder, kv_cache_memory="4MiB") as llm, serving(llm, ServerSettings(allow_edits=True)) as served:
+        total = told(served.client, "/v1/state")["use"]["total"]
+        length = int(0.7 * total) * llm.engine.runner.state.page_size
+        body = {"prompt": [5] * length, "pin": True}
+        pinned = served.client.post("/v1/sessions", json=body).json()["id"]
+        with talking(visit, served.url) as (page, watch):
+            watch.allow("400", "503")
+            field(page).fill("tell me more of it " * 130)
+            field(page).press("Enter")
+            error = answers(page).last.get_by_role("alert")
+            expect(error).to_contain_text("Unpin or delete")
+            assert findings(page) == []
+            served.client.delete(f"/v1/sessions/{pinned}")
+            error.get_by_role("button", name="Try again").click()
+            settled(page)
+            expect(answers(page)).to_have_count(1)
+            assert figure(answers(page).last, "written") > 0
+        close_all(served.client)
+
+
+def test_a_template_that_fails(visit: Visit, tmp_path: Path) -> None:
+    refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('no system messages here') }}{% endif %}"
+    folder = small_model(tmp_path / "refusing", refusing + TEMPLATE)
+    with engine(folder) as llm, serving(llm, ServerSettings(allow_edits=True)) as served:
+        with talking(visit, served.url, {"system": "Be brief."}) as (page, watch):
+            watch.allow("400")
+            field(page).fill("x = 1")
+            field(page).press("Enter")
+            error = answers(page).last.get_by_role("alert")
+            expect(error).to_contain_text("no system messages here")
+            expect(error).to_contain_text("often a system message")
+            expect(questions(page)).to_contain_text("x = 1")
+            page.get_by_role("button", name="Settings", exact=True).click()
+            page.get_by_label("System message").last.fill("")
+            page.get_by_label("System message").last.press("Tab")
+            expect(page.locator("article.role-system")).to_have_count(0)
+            answers(page).last.get_by_role("button", name="Try again").click()
+            settled(page)
+            assert figure(answers(page).last, "written") > 0
+        close_all(served.client)
+
+
+def test_a_branch_that_another_window_deletes(visit: Visit, inspected: Served) -> None:
+    with talking(visit, inspected.url) as (page, _):
+        ask(page, "one")
+        ask(page, "two")
+        tree(page)
+        other = page.context.new_page()
+        other.goto(page.url)
+        expect(answers(other)).to_have_count(2)
+        field(page).fill("half a thought")
+        menu(other, questions(other).last, "Delete from here on")
+        other.get_by_role("dialog").get_by_role("button", name="Delete").click()
+        expect(page.locator("#toasts")).to_contain_text("Another window has deleted this branch")
+        expect(answers(page)).to_have_count(1)
+        expect(field(page)).to_have_value("half a thought")
+        field(page).press("Enter")
+        settled(page)
+        expect(answers(page)).to_have_count(2)
+    close_all(inspected.client)
+
+
+def test_an_answer_that_the_context_cuts(visit: Visit, chat_folder: Path) -> None:
+    with engine(chat_folder, max_model_len=96) as llm, serving(llm, ServerSettings(allow_edits=True)) as served:
+        with talking(visit, served.url, {"sampling": {"ignore_eos": True}}) as (page, watch):
+            watch.allow("400")
+            ask(page, "go on and on")
+            message = answers(page).last
+            expect(message.locator(".why-row")).to_contain_text("cut where the context ends")
+            expect(page.locator(".context")).to_have_text(re.compile("96 / 96"))
+            expect(page.locator(".context")).to_have_class(re.compile("full"))
+            assert message.get_by_role("button", name="Continue").count() == 0, "there is no room to go on"
+            ask(page, "and now? " * 40)
+            error = answers(page).last.get_by_role("alert")
+            expect(error).to_contain_text("go back to an earlier message")
+            answers(page).first.focus()
+            page.keyboard.press("b")
+            expect(answers(page)).to_have_count(1)
+        close_all(served.client)
+
+
+# -- tools -----------------------------------------------------------------------------------------
+
+CALL = 'Let me see.<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
+
+
+def test_tools_in_sessions(visit: Visit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call is answered in the session that holds it, and what was said runs once."""
+    shown = '{% if tools %}{{ tools | tojson }}<tool_call>{"name": ...}</tool_call>{% endif %}'
+    folder, reading, said = small_model(tmp_path / "caller", shown + TEMPLATE), chat._reading, [CALL, "24 degrees."]
+
+    def forced(*given: Any) -> Any:
+        form, params = reading(*given)
+        return form, params.replace(structured_outputs={"choice": [said.pop(0)]})
+
+    monkeypatch.setattr(chat, "_reading", forced)
+    tools = json.dumps([{"name": "weather", "parameters": {"type": "object"}}])
+    settings = {"tools": tools, "sampling": {"max_tokens": 200, "temperature": 0}}
+    with engine(folder) as llm, serving(llm, ServerSettings(allow_edits=True)) as served:
+        with talking(visit, served.url, settings) as (page, watch):
+            ask(page, "How warm is it?")
+            expect(answers(page).last.locator(".call")).to_contain_text('"city": "Rome"')
+            page.get_by_label("Result of weather").fill('{"degrees": 24}')
+            page.reload()
+            expect(page.get_by_label("Result of weather")).to_have_value('{"degrees": 24}')
+            page.get_by_role("button", name="Send the results").click()
+            expect(answers(page)).to_have_count(2)
+            settled(page)
+            expect(answers(page).last.locator(".markdown")).to_have_text("24 degrees.")
+            expect(page.locator("article.role-tool .hl-attr")).to_have_text('"degrees"')
+            nodes = [one for one in tree(page).values() if one["role"] == "assistant"]
+            assert all(one.get("session") for one in nodes), "each answer is held"
+            assert any(one.endswith("/fork") for one in watch.requests)
+            assert figure(answers(page).last, "reused") >= nodes[0]["usage"]["prompt"] - 1
+            assert findings(page) == []
+        close_all(served.client)
+
+
+# -- finding ---------------------------------------------------------------------------------------
+
+
+def test_conversations_are_found_by_what_was_said(visit: Visit, inspected: Served) -> None:
+    with talking(visit, inspected.url) as (page, _):
+        ask(page, "a question about zebras")
+        page.keyboard.press("Escape")
+        answers(page).last.focus()
+        page.keyboard.press("n")
+        ask(page, "another about apples")
+        side = page.get_by_role("navigation", name="Conversations")
+        expect(side.get_by_role("heading", name="Today")).to_be_visible()
+        for text in ("a question about zebras", "another about apples"):
+            expect(side.locator(".chat-link", has_text=text)).to_have_count(1)
+        tree(page)
+        answers(page).last.focus()
+        page.keyboard.press("/")
+        page.keyboard.type("about zebras")
+        expect(side.locator(".chat-link")).to_have_count(1)
+        expect(side.locator(".found")).to_contain_text("a question about zebras")
+        page.keyboard.press("ArrowDown")
+        page.keyboard.press("Enter")
+        expect(questions(page).first).to_contain_text("zebras")
+        side.get_by_role("searchbox").fill("<b>nowhere")
+        expect(side).to_contain_text("Nothing matches")
+        for one in told(inspected.client, "/v1/chats")["data"]:
+            inspected.client.delete(f"/v1/chats/{one['id']}")
+    close_all(inspected.client)
+
+
+def test_prompts_and_settings_are_kept(visit: Visit, inspected: Served) -> None:
+    with talking(visit, inspected.url) as (page, _):
+        field(page).fill("Review this code: ")
+        page.get_by_role("button", name="Prompts").click()
+        page.get_by_role("button", name="Keep what is typed").click()
+        page.get_by_role("dialog").get_by_label("Name").fill("<i>review</i>")
+        page.keyboard.press("Enter")
+        page.get_by_role("button", name="Settings", exact=True).click()
+        page.get_by_label("System message").fill("Be brief.")
+        page.get_by_label("Temperature").fill("0.5")
+        page.get_by_label("Temperature").press("Tab")
+        page.get_by_role("button", name="Keep these").click()
+        page.get_by_role("dialog").get_by_label("Name").fill("brief")
+        page.keyboard.press("Enter")
+        page.get_by_label("System message").fill("")
+        page.get_by_label("System message").press("Tab")
+        page.reload()
+        field(page).fill("")
+        field(page).press("/")
+        page.get_by_role("dialog").get_by_role("button", name="<i>review</i>").first.click()
+        expect(field(page)).to_have_value("Review this code:")
+        page.get_by_role("button", name="Settings", exact=True).click()
+        page.get_by_label("Kept settings").select_option("brief")
+        expect(page.get_by_label("System message")).to_have_value("Be brief.")
+        expect(page.get_by_label("Temperature")).to_have_value("0.5")
+        assert findings(page) == []
 
 
 # -- how it looks ----------------------------------------------------------------------------------
@@ -539,8 +739,7 @@ def test_a_file_that_is_no_conversation(
 
 @pytest.mark.parametrize("scheme", ["dark", "light"])
 def test_markdown_code_and_mathematics(scheme: str, visit: Visit, inspected: Served, tmp_path: Path) -> None:
-    with visit(inspected.url, color_scheme=scheme) as (page, _):
-        begin(page)
+    with talking(visit, inspected.url, color_scheme=scheme) as (page, _):
         calls = [{"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city":"Rome"}'}}]
         messages = [
             {"role": "user", "content": "explain"},
@@ -567,21 +766,46 @@ def test_markdown_code_and_mathematics(scheme: str, visit: Visit, inspected: Ser
         assert findings(page) == []
 
 
+def test_the_first_paint_waits_for_no_script(browser: Browser, inspected: Served) -> None:
+    context = browser.new_context()
+    page = context.new_page()
+    page.route("**/*.js", lambda route: route.abort())
+    page.goto(inspected.url)
+    expect(page.get_by_text("Loading")).to_be_visible()
+    painted = "performance.getEntriesByName('first-contentful-paint').length"
+    wait_for(lambda: page.evaluate(painted) == 1)
+    context.close()
+
+
+def test_what_the_chat_imports_is_named_in_the_page(visit: Visit, inspected: Served) -> None:
+    """So the browser asks for all of it at once."""
+    text = Path(quire_inspector.__file__).with_name("page").joinpath("index.html").read_text()
+    named = set(re.findall(r'"modulepreload" href="([^"]+)"', text))
+    with talking(visit, inspected.url) as (_, watch):
+        asked = {one.removeprefix("GET /") for one in watch.requests if one.endswith(".js")}
+        assert asked - {"inspector/main.js", "inspector/theme.js"} == named
+
+
 def test_right_to_left(visit: Visit, inspected: Served, tmp_path: Path) -> None:
-    with visit(inspected.url) as (page, _):
-        begin(page)
+    with talking(visit, inspected.url) as (page, _):
         bring(
-            page, tmp_path, [{"role": "user", "content": "مرحبا"}, {"role": "assistant", "content": "السلام\n\nhello"}]
+            page,
+            tmp_path,
+            [
+                {"role": "user", "content": "مرحبا"},
+                {"role": "assistant", "content": "السلام\n\nhello\n\n- **أولا**\n- two"},
+            ],
         )
         shown = answers(page).first.locator(".markdown > p")
         expect(shown).to_have_count(2)
         assert [one.evaluate("one => getComputedStyle(one).direction") for one in shown.all()] == ["rtl", "ltr"]
+        (listed,) = answers(page).first.locator(".markdown > ul").all()
+        assert listed.evaluate("one => getComputedStyle(one).direction") == "rtl", "its dots stand on the right"
 
 
 @pytest.mark.parametrize("width", [360, 2560])
 def test_small_and_large_screens(width: int, visit: Visit, inspected: Served, tmp_path: Path) -> None:
-    with visit(inspected.url, viewport={"width": width, "height": 740}) as (page, _):
-        begin(page)
+    with talking(visit, inspected.url, viewport={"width": width, "height": 740}) as (page, _):
         bring(page, tmp_path, [{"role": "user", "content": "w" * 400}, {"role": "assistant", "content": TEXT}])
         expect(answers(page).first.locator(".katex").first).to_be_attached()
         assert sideways(page) == []
@@ -593,6 +817,116 @@ def test_small_and_large_screens(width: int, visit: Visit, inspected: Served, tm
             page.keyboard.press("Escape")
 
 
+LLAMA = [
+    {
+        "conv": {"id": "c", "name": "of llama.cpp", "lastModified": 1, "currNode": "b1"},
+        "messages": [
+            {"id": "r", "type": "root", "role": "system", "content": "", "parent": None, "children": ["q"]},
+            {
+                "id": "q",
+                "type": "text",
+                "role": "user",
+                "content": "why?",
+                "parent": "r",
+                "children": ["a1", "b1"],
+                "extra": [{"type": "TEXT", "name": "n.txt", "content": "notes"}],
+            },
+            {"id": "a1", "type": "text", "role": "assistant", "content": "so", "parent": "q", "children": []},
+            {
+                "id": "b1",
+                "type": "text",
+                "role": "assistant",
+                "content": "thus",
+                "thinking": "hm",
+                "parent": "q",
+                "children": [],
+            },
+        ],
+    }
+]
+WEBUI = [
+    {
+        "title": "of Open WebUI",
+        "chat": {
+            "history": {
+                "currentId": "b1",
+                "messages": {
+                    "q": {"id": "q", "parentId": None, "role": "user", "content": "why?"},
+                    "a1": {"id": "a1", "parentId": "q", "role": "assistant", "content": "so"},
+                    "b1": {
+                        "id": "b1",
+                        "parentId": "q",
+                        "role": "assistant",
+                        "content": '<details type="reasoning" done="true">\n<summary>Thought</summary>\n> hm\n'
+                        "</details>\nthus",
+                    },
+                },
+            }
+        },
+    }
+]
+GPT = [
+    {
+        "title": "of ChatGPT",
+        "current_node": "b1",
+        "mapping": {
+            "r": {"id": "r", "message": None, "parent": None, "children": ["s"]},
+            "s": {"id": "s", "message": {"author": {"role": "system"}, "content": {"parts": [""]}}, "parent": "r"},
+            "q": {"message": {"author": {"role": "user"}, "content": {"parts": ["why?"]}}, "parent": "s"},
+            "t": {"message": {"author": {"role": "tool"}, "content": {"parts": ["secret"]}}, "parent": "q"},
+            "a1": {"message": {"author": {"role": "assistant"}, "content": {"parts": ["so"]}}, "parent": "q"},
+            "b1": {"message": {"author": {"role": "assistant"}, "content": {"parts": ["thus"]}}, "parent": "t"},
+        },
+    }
+]
+
+
+def test_exports_of_other_pages_keep_their_branches(visit: Visit, inspected: Served, tmp_path: Path) -> None:
+    with talking(visit, inspected.url) as (page, _):
+        for exported, title in ((LLAMA, "of llama.cpp"), (WEBUI, "of Open WebUI"), (GPT, "of ChatGPT")):
+            bring(page, tmp_path, exported)
+            expect(page.locator(".chat-title")).to_contain_text(title)
+            expect(questions(page).locator(".markdown")).to_have_text("why?")
+            expect(answers(page).locator(".markdown")).to_have_text("thus")
+            expect(answers(page).locator(".sibling-count")).to_have_text("2/2")
+            assert page.locator(".thoughts:not([hidden])").count() == (title != "of ChatGPT")
+        bring(page, tmp_path, LLAMA + LLAMA)
+        expect(page.locator("#toasts")).to_contain_text("2 conversations were imported")
+        wait_for(lambda: len(told(inspected.client, "/v1/chats")["data"]) >= 5)
+        for one in told(inspected.client, "/v1/chats")["data"]:
+            inspected.client.delete(f"/v1/chats/{one['id']}")
+
+
+def test_a_conversation_on_a_phone(visit: Visit, inspected: Served) -> None:
+    """With a thumb: ask, edit, go between branches, another branch in the tree, a new chat."""
+    phone = {"viewport": {"width": 360, "height": 740}, "has_touch": True, "is_mobile": True}
+    with talking(visit, inspected.url, **phone) as (page, _):
+        field(page).tap()
+        page.keyboard.type("first line")
+        page.keyboard.press("Enter")
+        page.keyboard.type("second line")
+        expect(field(page)).to_have_value("first line\nsecond line")
+        page.get_by_role("button", name="Send", exact=True).tap()
+        expect(answers(page)).to_have_count(1)
+        settled(page)
+        questions(page).first.get_by_role("button", name="Edit").tap()
+        page.get_by_label("The message").fill("other")
+        page.get_by_role("button", name="Branch and answer").tap()
+        settled(page)
+        page.get_by_role("button", name="Earlier branch").tap()
+        expect(questions(page).first).to_contain_text("second line")
+        page.get_by_role("button", name="Branches", exact=True).tap()
+        assert findings(page) == []
+        page.get_by_role("treeitem", name="You: other").tap()
+        expect(page.locator(".chat-panel")).to_be_hidden()
+        expect(questions(page).first).to_contain_text("other")
+        assert sideways(page) == []
+        page.get_by_role("button", name="Conversations", exact=True).tap()
+        page.get_by_role("button", name="New chat").tap()
+        expect(page.get_by_text("What shall we talk about?")).to_be_visible()
+    close_all(inspected.client)
+
+
 def test_exports_can_be_imported(visit: Visit, inspected: Served, tmp_path: Path) -> None:
     def saved(page: Page, item: str) -> Path:
         with page.expect_download() as found:
@@ -602,8 +936,7 @@ def test_exports_can_be_imported(visit: Visit, inspected: Served, tmp_path: Path
         found.value.save_as(path)
         return path
 
-    with visit(inspected.url) as (page, _):
-        begin(page)
+    with talking(visit, inspected.url) as (page, _):
         ask(page, "one")
         ask(page, "two")
         answers(page).last.focus()
@@ -634,10 +967,9 @@ def test_commit_pin_name_and_look(visit: Visit, chat_folder: Path, tmp_path: Pat
     with (
         engine(chat_folder, **options) as llm,
         serving(llm, ServerSettings(allow_edits=True)) as served,
-        visit(served.url) as (page, watch),
+        talking(visit, served.url) as (page, watch),
     ):
         watch.allow("404")
-        begin(page)
         ask(page, "remember this")
         menu(page, answers(page).last, "Name the branch")
         page.get_by_role("dialog").get_by_label("Name").fill("<b>mine</b>")

@@ -262,9 +262,23 @@ ENGINE = (
     Mutant(
         name="answers-in-sessions-kept-with-the-markers-of-harmony",
         file="server/openai/chat.py",
-        old="answer=(lambda text: answer_of(text, format)) if wrapped else None,",
+        old="answer=(lambda text: answer_of(text, format, ids, whole=whole)) if wrapped or whole else None,",
         new="answer=None,",
         tests=("server/test_harmony.py::test_a_session",),
+    ),
+    Mutant(
+        name="calls-in-sessions-have-ids-of-their-own",
+        file="server/openai/chat.py",
+        old="        reply.ids = ids\n",
+        new="",
+        tests=("server/test_chat.py::test_a_session_goes_on_with_tools_and_a_switch_of_thinking",),
+    ),
+    Mutant(
+        name="forks-forget-the-tools-of-a-chat",
+        file="sessions/chat_turns.py",
+        old="        copy.inputs = self.inputs\n",
+        new="",
+        tests=("sessions/test_session_chat.py::test_the_template_gets_tools_and_variables",),
     ),
     Mutant(
         name="calls-that-turned-malformed-look-whole",

@@ -625,12 +625,51 @@ def test_a_session_goes_on(chat_client: httpx.Client, chat_served: Served) -> No
                 assert body["session_id"] == made["id"]
                 content = body["choices"][0]["message"]["content"]
             turns.append({"role": "assistant", "content": content})
-        for name, value in (("tools", [WEATHER]), ("cache_salt", "x"), ("n", 2)):
-            more = {name: value, "tool_choice": "required"} if name == "tools" else {name: value}
-            assert refused(chat_client, session_id=made["id"], **more)["param"] == name
+        for name, value in (("cache_salt", "x"), ("n", 2)):
+            assert refused(chat_client, session_id=made["id"], **{name: value})["param"] == name
     finally:
         chat_client.delete(f"/v1/sessions/{made['id']}")
     wait_for(lambda: pages_free(chat_served.llm))
+
+
+@pytest.mark.parametrize("thinking", [None, False, True])
+def test_a_session_goes_on_with_tools_and_a_switch_of_thinking(
+    capable: Served, says: Callable[[str], None], thinking: bool | None
+) -> None:
+    """Its tokens are those of the whole conversation, sent with the same tools and switch."""
+    client = capable.client
+    extra = {"tools": [WEATHER], "max_tokens": 300} | ({} if thinking is None else {"enable_thinking": thinking})
+    named = {"tools": [WEATHER]} | ({} if thinking is None else {"chat_template_kwargs": {"thinking": thinking}})
+    turns: list[dict[str, Any]] = [{"role": "user", "content": "The weather in Rome?"}]
+    made = client.post("/v1/sessions", json={"messages": turns, **named}).json()
+    assert made["num_tokens"] == client.post("/tokenize", json={"messages": turns, **named}).json()["count"]
+    session = client.post("/v1/sessions", json={}).json()["id"]
+    opened = "Why?</think>" if thinking else ""
+    says(opened + "Hm." + CALL)
+    body = ask(client, messages=turns, session_id=session, **extra)
+    call = body["choices"][0]["message"]
+    assert [one["function"]["name"] for one in call["tool_calls"]] == ["weather"]
+    result = {"role": "tool", "tool_call_id": call["tool_calls"][0]["id"], "content": "24 degrees"}
+    turns += [call, result]
+    says(opened + "Warm.")
+    ask(client, messages=[result], session_id=session, **extra)
+    prompt = client.post("/tokenize", json={"messages": turns, **named}).json()["tokens"]
+    held = client.get(f"/v1/sessions/{session}").json()["tokens"]
+    assert held[: len(prompt)] == prompt
+    kept = capable.context.sessions._held[session].session._session._live.turns.written()
+    assert kept is not None
+    assert kept.count(call["tool_calls"][0]["id"]) == 2, "in the call and in its result"
+    for name in (session, made["id"]):
+        client.delete(f"/v1/sessions/{name}")
+
+
+def test_a_form_holds_in_a_session_whose_thoughts_are_closed(capable: Served) -> None:
+    """Behind the thoughts that the prompt opens, or at once where it closes them."""
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"const": {"a": 1}}}}
+    session = capable.client.post("/v1/sessions", json={}).json()["id"]
+    body = {"session_id": session, "enable_thinking": False, "response_format": form, "max_tokens": 60}
+    assert json.loads(ask(capable.client, **body)["choices"][0]["message"]["content"]) == {"a": 1}
+    capable.client.delete(f"/v1/sessions/{session}")
 
 
 @pytest.mark.parametrize("stream", [False, True])

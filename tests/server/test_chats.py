@@ -48,6 +48,26 @@ def test_a_conversation_is_stored_by_versions(served: Served) -> None:
     assert client.get("/v1/chats").json()["data"] == []
 
 
+def test_conversations_are_found_by_their_words(served: Served) -> None:
+    client = served.client
+    long = "the QUEUE is Full, " + "and so on " * 40
+    tree = {"nodes": {"a": {"content": "first"}, "b": {"content": long}, "c": {"removed": True}, "d": None}}
+    assert put(client, NAMES[0], document=tree, title="Größe").status_code == 200
+    assert put(client, NAMES[1], document={"nodes": []}, title="a queue").status_code == 200
+
+    def found(words: str) -> list[tuple[str, str | None]]:
+        listed = client.get("/v1/chats", params={"search": words}).json()["data"]
+        return [(one["id"], one["found"]) for one in listed]
+
+    assert [name for name, _ in found("queue")] == [NAMES[1], NAMES[0]]
+    ((name, piece),) = found("full GRÖSSE")
+    assert (name, piece) == (NAMES[0], "the QUEUE is Full, " + ("and so on " * 40)[:101].strip() + "…")
+    assert found("content") == [], "names of fields are no words"
+    assert client.get("/v1/chats", params={"search": "x" * 201}).status_code == 400
+    for name in NAMES[:2]:
+        client.delete(f"/v1/chats/{name}")
+
+
 @pytest.mark.parametrize("name", ["chat-x", f"chat-{'A' * 32}", f"session-{0:032x}", f"chat-{0:032x}0"])
 def test_ids_have_one_form(name: str, served: Served) -> None:
     answer = put(served.client, name)

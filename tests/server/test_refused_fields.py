@@ -183,8 +183,11 @@ OTHERS: dict[str, list[tuple[Any, Any]]] = {
             {"messages": MESSAGES, "reasoning_effort": "low", "reasoning": {"effort": "high"}},
             (400, None, "reasoning.effort"),
         ),
-        ({"messages": MESSAGES, "enable_thinking": False, "session_id": "ID"}, (400, None, "enable_thinking")),
-        ({"messages": MESSAGES, "reasoning": {"effort": "low"}, "session_id": "ID"}, (400, None, "reasoning")),
+        ({"messages": MESSAGES, "enable_thinking": True, "session_id": "ID"}, (400, UNSUPPORTED, "enable_thinking")),
+        (
+            {"messages": MESSAGES, "reasoning": {"effort": "low"}, "session_id": "ID"},
+            (400, UNSUPPORTED, "reasoning.effort"),
+        ),
         *(
             (
                 {"messages": MESSAGES, "tools": [FUNCTION], "tool_choice": {"type": "allowed_tools", **allowed}},
@@ -251,6 +254,10 @@ OTHERS: dict[str, list[tuple[Any, Any]]] = {
         ({"messages": MESSAGES, "tools": [FUNCTION], "session_id": "ID"}, (400, None, "tools")),
     ],
     "/v1/sessions": [
+        ({"tools": [FUNCTION]}, (400, None, "tools")),
+        ({"chat_template_kwargs": {"a": 1}}, (400, None, "chat_template_kwargs")),
+        ({"messages": MESSAGES, "chat_template_kwargs": {"tools": 1}}, (400, None, "chat_template_kwargs.tools")),
+        ({"messages": MESSAGES, "tools": [{"type": "x"}]}, "tools.0.type"),
         ({"prompt": 5}, "prompt"),
         ({"prompt": [-1]}, "prompt"),
         ({"prompt": [10**30]}, "prompt"),

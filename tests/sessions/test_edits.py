@@ -419,5 +419,8 @@ def test_messages_that_say_the_same(chatty: LLM) -> None:  # noqa: F811
     ):
         session = edited(same, "zebra", which, "cat")
         assert [turn.message["content"] for turn in session._live.turns._turns[:3]] == wanted
+    for which, wanted in ((0, ["egg", "say ham now"]), (1, ["ham", "say egg now"])):
+        session = edited(["ham", "say ham now"], "ham", which, "egg")
+        assert [turn.message["content"] for turn in session._live.turns._turns[:2]] == wanted, "a quoted message"
     with pytest.raises(FailedPrecondition, match="content of one message"):
         edited(["user", "more"], "user", 1, "role")

@@ -11,6 +11,8 @@ import pytest
 from tests.small_llms import MakeLLM, check, greedy, make_checkpoint, record
 
 from quire import LLM, InvalidArgument, Session
+from quire.sessions import chat as session_chat
+from quire.sessions.chat_turns import ChatTurns
 from small_tokenizers import saved
 
 TEMPLATE = (
@@ -85,6 +87,28 @@ def test_what_the_text_of_an_answer_says_can_be_told(chatty: LLM, stream: bool) 
     turns = [user("The quick"), {"role": "assistant", "content": f"<{len(texts[0])}> fox"}, user("jumps")]
     prompt = "".join(f"<|im_start|>{t['role']}\n{t['content']}<|im_end|>" for t in turns) + "<|im_start|>assistant\n"
     assert chatty.tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False) == prompt
+    check(chatty)
+
+
+def test_the_template_gets_tools_and_variables(chatty: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In each turn those that are given with it; what runs ahead of a turn gets the last ones."""
+    from quire.text import chat_prompts
+
+    template = "{{ tools[0].name if tools }}{{ mood }}" + TEMPLATE
+    for module in (chat_prompts, session_chat):
+        monkeypatch.setattr(module, "select_template", lambda *_, **__: template)
+    assert chatty.tokenizer is not None
+    session, extra = chatty.session(), {"tools": [{"name": "clock"}], "variables": {"mood": "calm"}}
+    session.chat([user("one")], greedy(4), answer=lambda text: {**assistant("short"), "said": text}, **extra)
+    assert chatty.tokenizer.decode(session.tokens).startswith("clockcalm")
+    child = session.fork()
+    ahead = child.prefetch_next_turn()
+    assert ahead is not None
+    assert chatty.tokenizer.decode(ahead.prompt_token_ids).startswith("clockcalm")
+    again = ChatTurns.read(session._live.turns.written())
+    assert again.written() == session._live.turns.written()
+    output = session.chat([user("two")], greedy(2), variables={"mood": "wild"})
+    assert chatty.tokenizer.decode(output.prompt_token_ids).startswith("wild")
     check(chatty)
 
 

@@ -92,10 +92,13 @@ class AsyncSession(AbstractAsyncContextManager["AsyncSession"]):
         params: SamplingParams | None = None,
         *,
         answer: ReadAnswer | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
         hints: CacheHints | None = None,
     ) -> AsyncStream:
         """Answer messages as a stream, as ``Session.stream_chat`` does."""
-        return self._stream("chat", lambda: self._session.prepare_chat(messages, params, answer=answer, hints=hints))
+        given: dict[str, Any] = {"answer": answer, "tools": tools, "variables": variables, "hints": hints}
+        return self._stream("chat", lambda: self._session.prepare_chat(messages, params, **given))
 
     def _stream(self, verb: str, prepare: Callable[[], PreparedTurn]) -> AsyncStream:
         engine = self._background.llm.engine

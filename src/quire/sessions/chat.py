@@ -15,7 +15,7 @@ from quire.base.sampling_params import SamplingParams
 from quire.base.types import BASE
 from quire.engine.request_outputs import prefix_output
 from quire.sessions import generation
-from quire.sessions.chat_turns import Asked, ReadAnswer, next_turn_ids, parts_from
+from quire.sessions.chat_turns import Asked, ReadAnswer, TemplateInputs, next_turn_ids, parts_from
 from quire.sessions.live_sequence import LiveSequence
 from quire.text.chat_prompts import encode_chat
 from quire.text.chat_rendering import render_chat, select_template
@@ -27,6 +27,7 @@ def ask(
     messages: Sequence[Mapping[str, Any]],
     params: SamplingParams | None,
     answer: ReadAnswer | None,
+    inputs: TemplateInputs,
 ) -> tuple[Asked, NDArray[np.int64]]:
     """Return the messages with their turns, and all tokens of the session with them."""
     with live.engine.lock:
@@ -36,9 +37,16 @@ def ask(
         tokenizer, ids = live.require_tokenizer("chat"), live.given_ids
         turns, checks = live.turns.up_to(len(ids)), live.engine.checks_of(live.branch)
     # Without the lock: other threads work while a long conversation is rendered and tokenised.
-    asked = turns.ask(messages, ids, tokenizer, answer)
+    asked = turns.ask(messages, ids, tokenizer, answer, inputs)
     inside = tokenizer.has_text(np.array(ids[: asked.start], dtype=np.int64))
-    rendered = encode_chat(tokenizer, asked.all_messages, text_limit=checks.text_limit, inside=inside)
+    rendered = encode_chat(
+        tokenizer,
+        asked.all_messages,
+        inputs.variables,
+        tools=inputs.tools,
+        text_limit=checks.text_limit,
+        inside=inside,
+    )
     tokens = np.array([*ids[: asked.start], *rendered], dtype=np.int64)
     checks.history(tokens)
     with live.engine.lock:
@@ -53,10 +61,11 @@ def answer_messages(
     messages: Sequence[Mapping[str, Any]],
     params: SamplingParams,
     answer: ReadAnswer | None,
+    inputs: TemplateInputs,
     hints: CacheHints,
 ) -> RequestOutput:
     """Add messages and generate their answer."""
-    asked, tokens = ask(live, messages, params, answer)
+    asked, tokens = ask(live, messages, params, answer, inputs)
     with live.engine.lock:
         live.require_idle("chat")
         request = generation.submit(live, tokens, params, hints=hints)
@@ -76,12 +85,20 @@ def prefetch_next_turn(live: LiveSequence, most: int | None) -> RequestOutput | 
         plain = state.runs == BASE.then(0, state.adapter) and not (ids < 0).any()
         if not (plain and turns.end_with_answer(ids.size)) or state.modified or state.window is not None:
             return None
-        asked, key, adapter = turns.ask([], ids.tolist(), tokenizer, None), state.key, state.adapter
-    template, special = select_template(tokenizer.chat_templates), dict[str, Any](tokenizer.special_tokens)
-    messages = asked.all_messages
-    texts = SpelledTokens(tokenizer, template, messages)
+        inputs, key, adapter = turns.inputs, state.key, state.adapter
+        asked = turns.ask([], ids.tolist(), tokenizer, None, inputs)
+    template = select_template(tokenizer.chat_templates, with_tools=inputs.tools is not None)
+    messages, variables = asked.all_messages, {**tokenizer.special_tokens, **inputs.variables}
+    texts = SpelledTokens(tokenizer, template, messages, inputs.tools, variables)
     rendered = next_turn_ids(
-        lambda given: render_chat(template, given, add_generation_prompt=False, text_limit=longest, **special),
+        lambda given: render_chat(
+            template,
+            given,
+            add_generation_prompt=False,
+            tools=texts.value(inputs.tools),
+            text_limit=longest,
+            **texts.variables(variables),
+        ),
         texts.messages(messages),
         texts,
         inside=tokenizer.has_text(ids[: asked.start]),

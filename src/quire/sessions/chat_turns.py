@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -30,6 +30,14 @@ ReadAnswer: TypeAlias = Callable[[str], Mapping[str, Any]]
 
 PROBES = ("a", "\n\n[")
 """Beginnings of a next message. Tokens before it that differ between these belong to it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TemplateInputs:
+    """What a chat template gets beside the messages."""
+
+    tools: Sequence[Mapping[str, Any]] | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +62,7 @@ class Asked:
     """Where in the session the first turn begins."""
     read: ReadAnswer | None
     """None: the text of the answer is its content."""
+    inputs: TemplateInputs
 
     @property
     def all_messages(self) -> list[Mapping[str, Any]]:
@@ -72,6 +81,8 @@ class ChatTurns:
         turn."""
         self._start: int | None = None
         """Where the first turn began."""
+        self.inputs = TemplateInputs()
+        """Those of the last answer."""
 
     def written(self) -> str | None:
         """Return the turns in JSON; None if there are none. ``TypeError`` and ``ValueError`` for a
@@ -79,7 +90,10 @@ class ChatTurns:
         if not self._turns and self._start is None:
             return None
         listed = [[turn.end, turn.message, turn.is_answer] for turn in self._turns]
-        return json.dumps({"turns": listed, "cut": self._cut, "start": self._start}, default=dict)
+        found = {"turns": listed, "cut": self._cut, "start": self._start}
+        if self.inputs != TemplateInputs():
+            found["inputs"] = asdict(self.inputs)
+        return json.dumps(found, default=dict)
 
     @classmethod
     def read(cls, written: str | None) -> ChatTurns:
@@ -89,12 +103,14 @@ class ChatTurns:
             found = json.loads(written)
             turns._turns = [Turn(end=end, message=one, is_answer=answer) for end, one, answer in found["turns"]]
             turns._cut, turns._start = found["cut"], found["start"]
+            turns.inputs = TemplateInputs(**found.get("inputs", {}))
         return turns
 
     def up_to(self, length: int) -> ChatTurns:
         """Return the turns of a fork of the first ``length`` tokens."""
         copy = ChatTurns()
         copy._turns, copy._start, copy._cut = list(self._turns), self._start, self._cut
+        copy.inputs = self.inputs
         copy.cut(length)
         return copy
 
@@ -141,12 +157,16 @@ class ChatTurns:
             before, gone, new = before + gone[:same], gone[same:], new[same:]
             same = _same(gone[::-1], new[::-1])
             gone, new, after = gone[: len(gone) - same], new[: len(new) - same], gone[len(gone) - same :] + after
-            whole, at = before + gone + after, len(before)
-            for text in set(texts) - {b""}:
+            whole, at, quoted = before + gone + after, len(before), list[range]()
+            for text in sorted(set(texts) - {b""}, key=len, reverse=True):
                 places = [one.start() for one in re.finditer(re.escape(text), whole)]
+                # A longer message may quote this one.
+                places = [place for place in places if not any(place in one for one in quoted)]
+                if len(places) != texts.count(text):
+                    continue  # it is not known which is which
+                quoted += [range(place, place + len(text)) for place in places]
                 for number, place in enumerate(places):
-                    # As often as there are messages that say so, or it is not known which is which.
-                    if place <= at and at + len(gone) <= place + len(text) and len(places) == texts.count(text):
+                    if place <= at and at + len(gone) <= place + len(text):
                         edited = text[: at - place] + new + text[at - place + len(gone) :]
                         found.append((text, number, edited.decode(errors="replace")))
         if len(found) != 1:
@@ -164,11 +184,17 @@ class ChatTurns:
         return bool(self._turns) and not self._cut and self._turns[-1].is_answer and self._turns[-1].end == length
 
     def ask(
-        self, messages: Sequence[Mapping[str, Any]], ids: Sequence[int], tokenizer: Tokenizer, read: ReadAnswer | None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        ids: Sequence[int],
+        tokenizer: Tokenizer,
+        read: ReadAnswer | None,
+        inputs: TemplateInputs,
     ) -> Asked:
         """New messages in a session of the tokens ``ids``; changes nothing."""
         start = len(ids) if self._start is None else self._start
-        return Asked(before=self._all(ids, tokenizer), messages=list(messages), start=start, read=read)
+        before = self._all(ids, tokenizer)
+        return Asked(before=before, messages=list(messages), start=start, read=read, inputs=inputs)
 
     def _all(self, ids: Sequence[int], tokenizer: Tokenizer) -> list[Turn]:
         """Return all turns, the last answer with the tokens after it."""
@@ -181,7 +207,7 @@ class ChatTurns:
         added = "".join([*pieces, text.finish()])
         if not last.is_answer:
             return [*self._turns, Turn(end=len(ids), message={"role": "assistant", "content": added}, is_answer=True)]
-        message = {**last.message, "content": last.message["content"] + added}
+        message = {**last.message, "content": (last.message["content"] or "") + added}
         return [*self._turns[:-1], Turn(end=len(ids), message=message, is_answer=True)]
 
     def answered(self, asked: Asked, request: Request, length: int) -> None:
@@ -191,7 +217,7 @@ class ChatTurns:
             return
         text = request.output.text
         message = {"role": "assistant", "content": text} if asked.read is None else asked.read(text)
-        self._start, self._cut = asked.start, False
+        self._start, self._cut, self.inputs = asked.start, False, asked.inputs
         self._turns = [
             *asked.before,
             *(Turn(end=request.asked.num_prompt, message=one) for one in asked.messages),

@@ -45,7 +45,7 @@ from quire.sessions import generation, scoring
 from quire.sessions import saving as saved_sessions
 from quire.sessions import state as session_state
 from quire.sessions import views as session_views
-from quire.sessions.chat_turns import ReadAnswer
+from quire.sessions.chat_turns import ReadAnswer, TemplateInputs
 from quire.sessions.display import session_repr, session_summary
 from quire.sessions.labels import checked_labels, checked_name
 from quire.sessions.live_sequence import LiveSequence
@@ -316,6 +316,8 @@ class Session:
         params: SamplingParams | None = None,
         *,
         answer: ReadAnswer | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
         hints: CacheHints | None = None,
     ) -> RequestOutput:
         """Add messages, rendered with the model's chat template, and generate the answer.
@@ -327,10 +329,12 @@ class Session:
 
         ``answer`` turns the answer's text into the message that the next turn's template gets, for
         models whose text is not its content. None: ``{"role": "assistant", "content": text}``.
-        ``hints`` are as in ``generate``.
+        The template also gets ``tools`` and ``variables``, such as ``enable_thinking``, in each
+        turn anew. ``hints`` are as in ``generate``.
         """
         chosen = generation.checked_params(self._live, "chat", params)
-        return self._chat(messages, chosen, answer, checked_hints(hints))
+        inputs = TemplateInputs(tools=tools, variables=variables or {})
+        return self._chat(messages, chosen, answer, inputs, checked_hints(hints))
 
     @uninterrupted
     @kept
@@ -339,9 +343,10 @@ class Session:
         messages: Sequence[Mapping[str, Any]],
         params: SamplingParams,
         answer: ReadAnswer | None,
+        inputs: TemplateInputs,
         hints: CacheHints,
     ) -> RequestOutput:
-        return session_chat.answer_messages(self._live, messages, params, answer, hints)
+        return session_chat.answer_messages(self._live, messages, params, answer, inputs, hints)
 
     def stream_chat(
         self,
@@ -349,10 +354,13 @@ class Session:
         params: SamplingParams | None = None,
         *,
         answer: ReadAnswer | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
         hints: CacheHints | None = None,
     ) -> SessionStream:
         """Return ``chat`` as a stream. What was generated when its loop is left is the answer."""
-        return SessionStream(self._engine, *self.prepare_chat(messages, params, answer=answer, hints=hints))
+        turn = self.prepare_chat(messages, params, answer=answer, tools=tools, variables=variables, hints=hints)
+        return SessionStream(self._engine, *turn)
 
     def prepare_chat(
         self,
@@ -360,11 +368,13 @@ class Session:
         params: SamplingParams | None = None,
         *,
         answer: ReadAnswer | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
         hints: CacheHints | None = None,
     ) -> PreparedTurn:
         """Check and render the messages of ``stream_chat``; return its prepared turn."""
-        live, hinted = self._live, checked_hints(hints)
-        asked, tokens = session_chat.ask(live, messages, params, answer)
+        live, hinted, inputs = self._live, checked_hints(hints), TemplateInputs(tools=tools, variables=variables or {})
+        asked, tokens = session_chat.ask(live, messages, params, answer, inputs)
 
         def start() -> Request:
             live.require_idle("chat")

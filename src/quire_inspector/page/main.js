@@ -149,7 +149,7 @@ const styles = new Set();
 
 /** Load a view's style sheet once, before the view is drawn. */
 function css(path) {
-  if (styles.has(path)) return Promise.resolve();
+  if (styles.has(path) || document.head.querySelector(`link[href$="${path}"]`)) return Promise.resolve();
   styles.add(path);
   return new Promise((resolve) => {
     document.head.append(el("link", { rel: "stylesheet", href: new URL(path, import.meta.url).href, onload: resolve, onerror: resolve }));

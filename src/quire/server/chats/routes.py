@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Depends, Query, Request
 from pydantic import Field
 from starlette.responses import Response
 
@@ -28,9 +28,12 @@ class ChatBody(StrictBody):
 
 
 @router.get("")
-async def overview(request: Request) -> Response:
-    """List the conversations of this API key, the latest first, without their documents."""
-    return JsonAnswer({"object": "list", "data": [one.summary() for one in _chats(request).of(request.state.owner)]})
+async def overview(request: Request, search: Annotated[str, Query(max_length=200)] = "") -> Response:
+    """List the conversations of this API key, the latest first, without their documents. `search`:
+    only those that have these words."""
+    chats, owner = _chats(request), request.state.owner
+    found = await chats.search(owner, search) if search.strip() else [one.summary() for one in chats.of(owner)]
+    return JsonAnswer({"object": "list", "data": found})
 
 
 @router.get("/{chat_id}")

@@ -11,7 +11,7 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,8 @@ from quire.store.journal import End, SessionRecord
 
 PREFIX = "chat-"
 """How the ids of conversations begin, over HTTP and in the journal."""
+AROUND = 120
+"""Characters of a message around a word that was searched for."""
 _ID = re.compile(r"chat-[0-9a-f]{32}")
 
 
@@ -64,6 +66,13 @@ class Chats:
         """Return all conversations of an owner, the latest first."""
         own = [one for one in self._held.values() if one.owner == owner]
         return sorted(own, key=lambda one: one.updated, reverse=True)
+
+    async def search(self, owner: str, words: str) -> list[dict[str, Any]]:
+        """Return the summaries of an owner's conversations that have all words in the title and in
+        messages, the latest first, each with its first message that has one of them as
+        ``found``."""
+        wanted = words.casefold().split()
+        return await asyncio.to_thread(lambda: [one for chat in self.of(owner) for one in _matching(chat, wanted)])
 
     def get(self, owner: str, name: str) -> StoredChat:
         """Return a conversation. Raise ``ApiError`` 404 for an unknown one or another owner's."""
@@ -145,6 +154,25 @@ class Chats:
                 f"the conversation's {size} bytes beside {total - old} of others are more than {most} bytes; {advice}"
             )
             raise ApiError(429, message, code="storage_limit")
+
+
+def _matching(chat: StoredChat, words: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield the summary of a conversation in which all words occur."""
+    nodes = json.loads(chat.text).get("nodes")
+    listed = list(nodes.values()) if isinstance(nodes, dict) else []
+    texts = [one["content"] for one in listed if isinstance(one, dict) and isinstance(one.get("content"), str)]
+    whole = "\n".join((chat.title, *texts)).casefold()
+    if all(word in whole for word in words):
+        first = next((text for text in texts if any(word in text.casefold() for word in words)), None)
+        yield {**chat.summary(), "found": None if first is None else _around(first, words)}
+
+
+def _around(text: str, words: Sequence[str]) -> str:
+    """Return a piece of a text around the first of the words in it."""
+    # Case may change lengths, so the place is about right in some scripts.
+    at = max(0, min(place for word in words if (place := text.casefold().find(word)) >= 0) - AROUND // 3)
+    piece = " ".join(text[at : at + AROUND].split())
+    return f"{'…' if at else ''}{piece}{'…' if at + AROUND < len(text) else ''}"
 
 
 def _record(chat: StoredChat) -> SessionRecord:

@@ -22,7 +22,7 @@ from quire.server.http.errors import ApiError, bad_field, naming
 from quire.server.http.events import STREAMED
 from quire.server.openai.blend_fields import EncodedPrompt, blend_of
 from quire.server.openai.cache_marks import CacheMark, MarkedHints, Messages, pin_all, without_marks
-from quire.server.openai.conversations import Conversation
+from quire.server.openai.conversations import Conversation, check_variables, thinking_variables
 from quire.server.openai.generation import (
     asked_by,
     chat_defaults,
@@ -45,8 +45,8 @@ from quire.server.tools.harmony import MARKERS, STOPS, in_reasoning, is_harmony
 from quire.server.tools.messages import MessageFormat, MessageReader, answer_of, message_of
 from quire.server.tools.reasoning import reasoning_for
 from quire.server.tools.tools import parser_for
-from quire.sessions.chat_turns import parts_from
-from quire.text.chat_rendering import select_template
+from quire.sessions.chat_turns import TemplateInputs, parts_from
+from quire.text.chat_rendering import render_chat, select_template
 from quire.text.chat_segments import cut_at_segments, first_of, without_segments
 from quire.text.spelled_tokens import SpelledTokens
 from quire.text.tokenizer import Tokenizer
@@ -54,18 +54,6 @@ from quire.text.tokenizer import Tokenizer
 router = APIRouter(route_class=BodyRoute)
 
 T = TypeVar("T")
-
-OWN_VARIABLES = (
-    "messages",
-    "tools",
-    "documents",
-    "add_generation_prompt",
-    "reasoning_effort",
-    "tokenizer_template",
-    "text_limit",
-)
-"""Names that ``chat_template_kwargs`` may not hold: those of variables with fields of their own, of
-the template itself and of its limit."""
 
 
 @router.post("/v1/chat/completions", tags=["OpenAI"], responses=STREAMED)
@@ -108,7 +96,7 @@ async def _read(request: Request, body: ChatRequest) -> _Asked:
     """Return the checked request. Raise ``ApiError``."""
     context: Context = request.app.state.context
     refuse_unsupported(body)
-    _check_variables(body)
+    check_variables(body.chat_template_kwargs)
     tokenizer = _tokenizer(context)
     hints, blend = read_hints(context, request.state.owner, body), blend_of(context, body)
     body, prefetching = for_prefetch(body, hints)
@@ -142,10 +130,12 @@ async def _answer_in_session(request: Request, asked: _Asked, made: Callable[...
     assert session_id is not None
     _check_session(body)
     with naming(asked.fields, "session_id"):
-        template = select_template(asked.tokenizer.chat_templates)
-        format, params = _reading(context, asked.tokenizer, template, asked.params, asked.tools, None)
+        inputs, template = _inputs(asked)
+        begun = _begun(asked.tokenizer, template, inputs) if inputs.variables else None
+        format, params = _reading(context, asked.tokenizer, template, asked.params, asked.tools, begun)
         # The template writes the wrappers of an answer's text itself, or refuses them.
         wrapped = format.harmony or (format.calls is not None and bool(format.calls.wrappers))
+        whole, ids = inputs != TemplateInputs(), dict[int, str]()
         pin_all(asked.hints, asked.marks)
         source = ClientSessionStream(
             context,
@@ -153,14 +143,33 @@ async def _answer_in_session(request: Request, asked: _Asked, made: Callable[...
             session_id,
             params,
             messages=body.messages,
-            answer=(lambda text: answer_of(text, format)) if wrapped else None,
+            answer=(lambda text: answer_of(text, format, ids, whole=whole)) if wrapped or whole else None,
+            inputs=inputs,
             model=body.model,
             hints=asked.hints.hints,
         )
         reply = made(request, context, body, asked.params, asked.tools, format)
+        reply.ids = ids
         reply.rerun = lambda message, output: source.session.prefetch_next_turn
         reply.hints = asked.hints
         return await answer_in_session(request, reply, source)
+
+
+def _inputs(asked: _Asked) -> tuple[TemplateInputs, str]:
+    """Return what the template gets beside the messages of a session, and the template."""
+    body, tools = asked.body, asked.tools
+    template = select_template(asked.tokenizer.chat_templates, with_tools=tools.given is not None)
+    variables = {**(body.chat_template_kwargs or {}), **thinking_variables(body, template)}
+    if body.documents is not None:
+        variables["documents"] = body.documents
+    return TemplateInputs(tools=tools.shown, variables=variables), template
+
+
+def _begun(tokenizer: Tokenizer, template: str, inputs: TemplateInputs) -> str:
+    """Return a prompt that ends as those of the session do: with thoughts that are open, or
+    closed."""
+    given = {**tokenizer.special_tokens, **inputs.variables}
+    return render_chat(template, [{"role": "user", "content": "a"}], tools=inputs.tools, **given)
 
 
 async def _answer_history(request: Request, asked: _Asked, made: Callable[..., ChatReply], more: int) -> Response:
@@ -229,7 +238,7 @@ async def rendered_chat(request: Request, body: ChatRequest) -> str:
 async def _of_prompt(request: Request, body: ChatRequest, function: Callable[[SpelledTokens, str], T]) -> T:
     context: Context = request.app.state.context
     refuse_unsupported(body)
-    _check_variables(body)
+    check_variables(body.chat_template_kwargs)
     context.adapter_of(body.model)
     tokenizer = _tokenizer(context)
     given = [tool.model_dump(exclude_unset=True) for tool in body.tools or ()]
@@ -259,20 +268,9 @@ def _tokenizer(context: Context) -> Tokenizer:
 # -- parameters ------------------------------------------------------------------------------------
 
 
-def _check_variables(body: ChatRequest) -> None:
-    for name in body.chat_template_kwargs or ():
-        if name in OWN_VARIABLES:
-            raise bad_field(
-                f"chat_template_kwargs.{name}",
-                f"chat_template_kwargs may not hold {name}; it is given by a field of the request, if at all",
-            )
-
-
 def _check_session(body: ChatRequest) -> None:
-    alone = ("tools", "cache_salt", "reasoning_effort", "reasoning", "documents", "chat_template_kwargs")
-    for name in (*alone, "enable_thinking"):
-        if getattr(body, name) or getattr(body, name) is False:
-            raise bad_field(name, f"{name} cannot be given with session_id; leave it out")
+    if body.cache_salt:
+        raise bad_field("cache_salt", "cache_salt cannot be given with session_id; leave it out")
     if body.add_generation_prompt is False:
         raise bad_field("add_generation_prompt", "a session always answers; leave add_generation_prompt out")
 
@@ -450,6 +448,8 @@ class ChatReply(Reply):
         self._reruns = context.reruns
         self.rerun: Callable[[Mapping[str, Any], RequestOutput], Run] | None = None
         """What runs the conversation with this answer as later prompts begin."""
+        self.ids: dict[int, str] | None = None
+        """The ids of the only answer's calls, which the session's turn has too."""
 
     def begin(self, number: int, output: RequestOutput) -> None:
         super().begin(number, output)
@@ -462,7 +462,7 @@ class ChatReply(Reply):
             self._reruns.add(EndedTurn(self._owner, self.rerun(message, outputs[0])))
 
     def choice(self, number: int, delta: SampleDelta) -> dict[str, Any]:
-        reader = MessageReader(self._format)
+        reader = MessageReader(self._format, self.ids)
         self._said = [reader.feed(delta.text), reader.finish()]
         message = message_of(self._said)
         return {"index": delta.index, "message": message, **self._rest(reader, delta), **self._of_prompt()}
@@ -471,7 +471,7 @@ class ChatReply(Reply):
         choices: list[dict[str, Any]] = []
         reader = self._readers.get(delta.index)
         if reader is None:
-            reader = self._readers[delta.index] = MessageReader(self._format)
+            reader = self._readers[delta.index] = MessageReader(self._format, self.ids)
             choices.append(
                 {
                     "index": delta.index,

@@ -23,6 +23,18 @@ from quire.text.tokenizer import Tokenizer
 SWITCHES = ("enable_thinking", "thinking")
 """Variables that templates switch reasoning by; the first one that a template reads counts."""
 
+OWN_VARIABLES = (
+    "messages",
+    "tools",
+    "documents",
+    "add_generation_prompt",
+    "reasoning_effort",
+    "tokenizer_template",
+    "text_limit",
+)
+"""Names that ``chat_template_kwargs`` may not hold: those of variables with fields of their own, of
+the template itself and of its limit."""
+
 T = TypeVar("T")
 
 
@@ -87,6 +99,16 @@ class Conversation:
         return next_turn_ids(
             lambda messages: self.render(messages, self.tools, asks=False), [*self.messages, answer], self.texts
         )
+
+
+def check_variables(given: Mapping[str, Any] | None) -> None:
+    """Raise ``ApiError`` 400 for ``chat_template_kwargs`` that have fields of their own."""
+    for name in given or ():
+        if name in OWN_VARIABLES:
+            raise bad_field(
+                f"chat_template_kwargs.{name}",
+                f"chat_template_kwargs may not hold {name}; it is given by a field of the request, if at all",
+            )
 
 
 # -- reasoning -------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from quire.server.openai.protocol import (
     HintedBody,
     ParamsBody,
     StreamOptions,
+    Tool,
     refuse_fields,
     takes_sampling,
 )
@@ -56,6 +57,10 @@ class CreateBody(StrictBody):
     """Text or token ids, tokenised as for a completion; without them the session is empty."""
     messages: Messages | None = None
     """The beginning of a chat instead, up to the model's answer. Further messages continue it."""
+    tools: list[Tool] | None = None
+    """The tools of the chat, for its template."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Further variables for the template."""
     ttl: Seconds | None = None
     """Seconds without use after which the session is closed; the server's own if it is missing."""
     name: str | None = None

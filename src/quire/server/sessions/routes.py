@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager, suppress
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query, Request
@@ -18,6 +19,7 @@ from starlette.responses import Response
 
 from quire.async_llm import AsyncSession
 from quire.base.errors import FailedPrecondition, InvalidArgument, NotFound, Unsupported
+from quire.base.outputs import RequestOutput
 from quire.base.sampling_params import SamplingParams
 from quire.server.http.bodies import BodyRoute, off_loop
 from quire.server.http.context import Context
@@ -25,6 +27,7 @@ from quire.server.http.errors import ApiError, bad_field, naming
 from quire.server.http.events import STREAMED, EventStream, JsonAnswer, long_answer, unless_gone
 from quire.server.openai.blend_fields import read_blend
 from quire.server.openai.cache_marks import pin_all, without_marks
+from quire.server.openai.conversations import check_variables
 from quire.server.openai.generation import added, chat_defaults, check_lists, encoded
 from quire.server.openai.hint_fields import for_prefetch, read_hints
 from quire.server.openai.logprobs import finite
@@ -39,7 +42,6 @@ from quire.server.sessions.bodies import (
     ForkBody,
     GenerateBody,
     GenerateManyBody,
-    Messages,
     RewindBody,
     Seconds,
     TextBody,
@@ -74,6 +76,10 @@ async def create(body: CreateBody, request: Request) -> Response:
     context = _context(request)
     if body.prompt is not None and body.messages is not None:
         raise bad_field("messages", "prompt and messages are both given; give one of them")
+    for name in ("tools", "chat_template_kwargs"):
+        if getattr(body, name) and body.messages is None:
+            raise bad_field(name, f"{name} is for the template of messages; give messages too")
+    check_variables(body.chat_template_kwargs)
     adapter = context.adapter_of(body.model)
     context.sessions.lifetime(body.ttl, pinned=body.pin)
     with context.sessions.room(_owner(request)), _about("prompt" if body.messages is None else "messages"):
@@ -94,7 +100,11 @@ async def _made(request: Request, body: CreateBody, prompt: Any, adapter: str | 
         window=body.window,
         sink=body.sink,
     )
-    return await _held(request, session, ttl=body.ttl, messages=body.messages, pin=body.pin, name=name, labels=labels)
+    chat = None
+    if body.messages is not None:
+        tools = [tool.model_dump(exclude_unset=True) for tool in body.tools or ()] or None
+        chat = partial(session.chat, body.messages, tools=tools, variables=body.chat_template_kwargs)
+    return await _held(request, session, ttl=body.ttl, chat=chat, pin=body.pin, name=name, labels=labels)
 
 
 async def _held(
@@ -102,18 +112,18 @@ async def _held(
     session: AsyncSession,
     *,
     ttl: float | None,
-    messages: Messages | None = None,
+    chat: Callable[..., Awaitable[RequestOutput]] | None = None,
     pin: bool,
     name: str | None,
     labels: Mapping[str, str],
 ) -> Response:
-    """Answer with the id of a new session, after the first ``messages`` of a chat. If it cannot be
+    """Answer with the id of a new session. ``chat`` answers its first messages. If it cannot be
     held it is closed."""
     sessions, owner = _context(request).sessions, _owner(request)
     try:
-        if messages is not None:
+        if chat is not None:
             # The turns up to the answer. An answer of one token is taken back.
-            output = await session.chat(messages, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
+            output = await chat(params=SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
             await session.rewind(to=len(output.prompt_token_ids))
         if pin:
             # Pin last: until the size is known, the state can be given up and computed again.

@@ -16,7 +16,7 @@ from quire.server.http.context import Context
 from quire.server.http.errors import api_error, bad_field
 from quire.server.openai.generation import added
 from quire.server.sessions.held import HeldSession
-from quire.sessions.chat_turns import ReadAnswer
+from quire.sessions.chat_turns import ReadAnswer, TemplateInputs
 
 
 class ClientSessionStream(AsyncIterator[SampleDelta]):
@@ -34,13 +34,14 @@ class ClientSessionStream(AsyncIterator[SampleDelta]):
         prompt: str | Sequence[int] | None = None,
         messages: Sequence[Mapping[str, Any]] | None = None,
         answer: ReadAnswer | None = None,
+        inputs: TemplateInputs | None = None,
         model: str | None = None,
         hints: CacheHints = NO_HINTS,
     ) -> None:
         """Prepare to continue, after a prompt (text without BOS, or ids), or to answer messages.
 
-        ``messages`` are the new ones only. ``answer`` makes a message of the answer, as for
-        ``Session.chat``. ``model`` must be the session's.
+        ``messages`` are the new ones only. ``answer`` makes a message of the answer, and ``inputs``
+        go to the template, as for ``Session.chat``. ``model`` must be the session's.
 
         Nothing happens before the first delta is asked for. That raises ``ApiError`` 404 for a
         session that the owner does not have, ``FailedPrecondition`` for one in use, ``ApiError``
@@ -56,6 +57,7 @@ class ClientSessionStream(AsyncIterator[SampleDelta]):
         self._prompt = prompt
         self._messages = messages
         self._answer = answer
+        self._inputs = inputs or TemplateInputs()
         self._model = model
         self._hints = hints
         self._held: HeldSession | None = None
@@ -131,7 +133,14 @@ class ClientSessionStream(AsyncIterator[SampleDelta]):
     async def _begin(self) -> AsyncStream:
         session = await self.take()
         if self._messages is not None:
-            return session.stream_chat(self._messages, self._params, answer=self._answer, hints=self._hints)
+            return session.stream_chat(
+                self._messages,
+                self._params,
+                answer=self._answer,
+                tools=self._inputs.tools,
+                variables=self._inputs.variables,
+                hints=self._hints,
+            )
         if self._prompt is not None:
             before = len(session)
             new = await added(self._context, session, self._prompt)

@@ -47,6 +47,11 @@ class ToolChoice:
         """Return the tools that may be called; None: none may."""
         return _those(self.given, self.allowed) if self.given is not None and self.may_call else None
 
+    @property
+    def shown(self) -> list[dict[str, Any]] | None:
+        """Return the tools that the template writes; None without any."""
+        return None if self.given is None else _those(self.given, self.allowed)
+
     @classmethod
     def of(cls, body: ChatRequest, tools: list[dict[str, Any]]) -> ToolChoice:
         choice: Any = body.tool_choice if body.tool_choice is not None else ("auto" if body.tools else "none")

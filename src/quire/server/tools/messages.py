@@ -59,8 +59,11 @@ class MessageFormat:
 class MessageReader:
     """A reader of one message. ``feed`` and ``finish`` return OpenAI's deltas, without the role."""
 
-    def __init__(self, format: MessageFormat) -> None:
+    def __init__(self, format: MessageFormat, ids: dict[int, str] | None = None) -> None:
+        """``ids``: those of calls by their numbers, shared with another reader of the same
+        message."""
         self._format = format
+        self._shared = {} if ids is None else ids
         self._first: MessageParser | None = None
         """The parser that takes out the reasoning. That of the harmony format does all."""
         if format.harmony:
@@ -108,7 +111,8 @@ class MessageReader:
             call = calls.setdefault(one.index, {"index": one.index, "function": {"arguments": ""}})
             if one.index not in self._arguments:
                 self._arguments[one.index] = []
-                call |= {"id": self._format.call_id(one, self._ids), "type": "function"}
+                made = self._format.call_id(one, self._ids)
+                call |= {"id": self._shared.setdefault(one.index, made), "type": "function"}
                 self._ids.add(call["id"])
                 call["function"] = {"name": one.name, "arguments": ""}
             call["function"]["arguments"] += one.arguments
@@ -141,8 +145,13 @@ def message_of(deltas: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return message
 
 
-def answer_of(text: str, format: MessageFormat) -> dict[str, Any]:
-    """Return the message of an answer without calls, for later turns: without its reasoning."""
-    reader = MessageReader(format)
+def answer_of(
+    text: str, format: MessageFormat, ids: dict[int, str] | None = None, *, whole: bool = False
+) -> dict[str, Any]:
+    """Return the message of an answer, for later turns: ``whole``, as a client gets it, or only its
+    content. ``ids`` are as in ``MessageReader``."""
+    reader = MessageReader(format, ids)
     message = message_of([reader.feed(text), reader.finish()])
+    if whole:
+        return {name: value for name, value in message.items() if name != "refusal"}
     return {"role": "assistant", "content": message["content"] or ""}

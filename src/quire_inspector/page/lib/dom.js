@@ -77,12 +77,13 @@ const ICONS = {
   pages: "M2.5 2.5h4v4h-4zM9.5 2.5h4v4h-4zM2.5 9.5h4v4h-4zM9.5 9.5h4v4h-4z",
   time: "M2 4h6M5 8h9M3 12h5M11 4h3M11 12h3",
   token: "M2 13V9M6 13V3M10 13V7M14 13v-2",
+  book: "M3 3.5c2-.8 3.7-.8 5 .5c1.3-1.3 3-1.3 5-.5v9c-2-.8-3.7-.8-5 .5c-1.3-1.3-3-1.3-5-.5zM8 4v9",
   chat: "M2.5 3.5h11v7.5h-6l-3 2.5v-2.5h-2zM5 6h6M5 8.5h4",
   copy: "M5.5 5.5h8v8h-8zM10.5 5.5v-3h-8v8h3",
   edit: "M3 13l.7-3L11 2.7l2.3 2.3L6 12.3zM9.5 4.2l2.3 2.3",
   again: "M13 8a5 5 0 1 1-1.6-3.7M13 2v3h-3",
   left: "M10 3L5 8l5 5",
-  more: "M3.5 8h.01M8 8h.01M12.5 8h.01",
+  more: "M2.5 8a.5.5 0 1 0 1 0a.5.5 0 1 0-1 0M7.5 8a.5.5 0 1 0 1 0a.5.5 0 1 0-1 0M12.5 8a.5.5 0 1 0 1 0a.5.5 0 1 0-1 0",
   send: "M8 13.5v-11M3.5 7L8 2.5L12.5 7",
   attach: "M12.5 7.5l-5 5a3 3 0 0 1-4.3-4.3l5.5-5.4a2 2 0 0 1 2.9 2.8l-5.4 5.4a1 1 0 0 1-1.4-1.4l4.7-4.7",
   tree: "M4 2.5a1.5 1.5 0 1 0 .01 0M12 6a1.5 1.5 0 1 0 .01 0M4 10.5a1.5 1.5 0 1 0 .01 0M4 5.5v5M4 7.5h6.5",
@@ -120,7 +121,7 @@ const ICONS = {
   commit: "M8 2l5.2 3v6L8 14l-5.2-3V5z",
   run: "M2 8h12",
 };
-const FILLED = new Set(["session", "request", "cached", "cache", "commit", "stop", "play"]);
+const FILLED = new Set(["session", "request", "cached", "cache", "commit", "stop", "play", "more"]);
 
 /**
  * Make an icon, which screen readers skip. Names are those of `ICONS`; kinds of branches each have a

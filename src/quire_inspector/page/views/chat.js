@@ -8,7 +8,7 @@ import { Held } from "./chat/held.js";
 import { chatCopies, drafts, habits } from "./chat/kept.js";
 import { SettingsForm } from "./chat/settings.js";
 import { Thread } from "./chat/thread.js";
-import { Tree } from "./chat/tree.js";
+import { Tree, messagesOf } from "./chat/tree.js";
 import { TreePanel } from "./chat/tree_panel.js";
 
 export const title = "Chat";
@@ -26,6 +26,8 @@ export const help = [
 
 /** Milliseconds between two looks for what other windows did. */
 const LOOK = 4000;
+/** Milliseconds without a key before tokens are counted. */
+const COUNT = 500;
 
 export async function mount(root, app) {
   await app.css("views/chat.css");
@@ -236,20 +238,21 @@ class Chat {
     if (matchMedia("(pointer: fine)").matches) this.composer.focus();
   }
 
-  /** Take over a document as a new conversation. */
-  async adopt(document) {
+  /** Take over a document as a new conversation, and show the branch that ends with `leaf`. */
+  async adopt(document, leaf = null) {
     this.begin();
     this.library.tree = new Tree(document);
     if (!Object.keys(this.tree.settings).length) this.tree.settings = structuredClone(habits.get());
     this.library.touch({ soon: 0 });
     this.set({ id: this.library.id });
     this.composer.open(this.library.id);
-    this.showAt(null);
+    this.showAt(leaf && this.tree.leafBelow(leaf));
     this.app.announce("Imported");
   }
 
   end() {
     clearInterval(this.timer);
+    clearTimeout(this.counting);
     if (this.core.view === this) this.core.view = null;
     this.library.flush();
   }
@@ -314,10 +317,41 @@ class Chat {
   }
 
   drawState() {
-    const path = this.tree.path(this.leaf);
-    const last = path.findLast((node) => node.usage);
-    const used = last ? last.usage.prompt + last.usage.completion : 0;
-    this.composer.state({ running: this.runs.busy, used, total: this.app.overview?.model?.max_length ?? 0, sides: this.threads.length });
+    const path = this.tree.path(this.threads[0].choices?.[0] ?? this.leaf);
+    const last = path.at(-1);
+    const known = last?.usage ? last.usage.prompt + last.usage.completion : last ? null : 0;
+    if (known === null && !this.runs.busy && this.counted?.leaf !== this.leaf) this.countSoon();
+    const counted = this.counted?.leaf === this.leaf && (known === null || this.composer.hasDraft) ? this.counted.tokens : null;
+    const used = counted ?? known ?? path.findLast((node) => node.usage)?.usage.prompt ?? 0;
+    this.composer.state({ running: this.runs.busy, used, about: counted !== null && this.composer.hasDraft, total: this.total, sides: this.threads.length });
+  }
+
+  /** Tokens of the model's context. */
+  get total() {
+    return this.app.overview?.model?.max_length ?? 0;
+  }
+
+  /** Count the tokens of the branch with what is being written, once nobody types. */
+  countSoon() {
+    clearTimeout(this.counting);
+    // What the template refuses is told when it is sent.
+    this.counting = setTimeout(() => this.count().catch((error) => error.status === 400 && (this.counted = { leaf: this.leaf, tokens: null, refused: true })), COUNT);
+  }
+
+  async count() {
+    const { leaf, composer, app, tree } = this;
+    const path = tree.path(leaf);
+    const refused = this.counted?.leaf === leaf && this.counted.refused;
+    if (!this.total || this.runs.busy || refused || app.connection === "lost" || app.signal.aborted) return undefined;
+    if (!composer.hasDraft && (!path.length || path.at(-1).usage)) return this.drawState();
+    const draft = composer.hasDraft ? [{ role: "user", content: composer.area.value, files: composer.files }] : [];
+    const messages = messagesOf([...path, ...draft]);
+    const size = messages.reduce((sum, one) => sum + one.content.length, 0);
+    // A token of text seldom has more than 8 characters, and counting such a text takes long.
+    const found = !messages.length || size > 16 * this.total ? { count: size ? Infinity : 0 } : await app.post("tokenize", { messages, add_generation_prompt: draft.length > 0 });
+    this.counted = { leaf, tokens: found.count };
+    if (leaf === this.leaf) this.drawState();
+    return undefined;
   }
 
   welcome() {

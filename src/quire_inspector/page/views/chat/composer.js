@@ -1,11 +1,19 @@
 // Where messages are written: kept in the browser until they are sent, with files, for one branch or two.
 
 import { drafts } from "./kept.js";
+import { Prompts } from "./prompts.js";
 
 /** Characters of one file at most. */
 const LARGEST = 2_000_000;
 /** Characters of a pasted text from which it becomes a file. */
 const PASTED = 8_000;
+
+/** Let an area be as high as its text, up to a share of the window, where the browser does not do so itself. */
+export function grow(area, share) {
+  if (CSS.supports("field-sizing", "content")) return;
+  area.style.height = "auto";
+  area.style.height = `${Math.min(area.scrollHeight + 2, innerHeight * share)}px`;
+}
 
 export class Composer {
   /** @param {object} chat the view */
@@ -25,6 +33,8 @@ export class Composer {
     this.sendButton = el("button.icon-button.send", { type: "submit", "aria-label": "Send", title: "Send (Enter)" }, icon("send"));
     this.stopButton = el("button.icon-button.send.stop", { type: "button", hidden: true, "aria-label": "Stop", title: "Stop (Escape)", onclick: () => this.chat.stop() }, icon("stop"));
     this.tokens = el("span.context");
+    this.prompts = new Prompts(this);
+    this.promptButton = el("button.icon-button", { type: "button", "aria-label": "Prompts", title: "Prompts (/ in an empty field)", onclick: () => this.prompts.open() }, icon("book"));
     this.element = el(
       "form.ask-form",
       { onsubmit: (event) => (event.preventDefault(), this.send()) },
@@ -35,6 +45,7 @@ export class Composer {
         {},
         el("button.icon-button", { type: "button", "aria-label": "Attach text files", title: "Attach text files", onclick: () => this.input.click() }, icon("attach")),
         this.input,
+        this.promptButton,
         this.count,
         this.tokens,
         el("span.spacer"),
@@ -48,6 +59,11 @@ export class Composer {
       "Control+Enter": () => this.send(),
       Escape: () => this.chat.stop(),
       ArrowUp: () => (this.area.value === "" ? this.chat.editLast() : false),
+    });
+    this.area.addEventListener("keydown", (event) => {
+      if (event.key !== "/" || this.area.value || event.isComposing || !this.prompts.any) return;
+      event.preventDefault();
+      this.prompts.open();
     });
     for (const name of ["dragover", "drop"]) {
       this.element.addEventListener(name, (event) => {
@@ -67,6 +83,10 @@ export class Composer {
     this.area.focus();
   }
 
+  get hasDraft() {
+    return this.area.value.trim() !== "" || this.files.length > 0;
+  }
+
   /** Show what was typed for a conversation and not sent. */
   open(place) {
     this.place = place;
@@ -75,6 +95,7 @@ export class Composer {
     this.files = draft.files ?? [];
     this.drawFiles();
     this.fit();
+    if (this.hasDraft) this.chat.countSoon();
   }
 
   changed() {
@@ -82,15 +103,22 @@ export class Composer {
     this.save();
   }
 
-  save() {
-    const kept = drafts.put(this.place, { text: this.area.value, files: this.files });
+  /** Put a text where the cursor stands. */
+  insert(text) {
+    this.focus();
+    this.area.setRangeText(text, this.area.selectionStart, this.area.selectionEnd, "end");
+    this.changed();
+  }
+
+  save({ files = false } = {}) {
+    const kept = files ? drafts.putFiles(this.place, this.files) : drafts.put(this.place, this.area.value);
+    this.chat.countSoon();
     if (!kept && !this.warned) this.app.notify("The browser has no room to keep what you type; it is lost if the page is closed", "error");
     this.warned = !kept;
   }
 
   fit() {
-    this.area.style.height = "auto";
-    this.area.style.height = `${Math.min(this.area.scrollHeight + 2, innerHeight * 0.4)}px`;
+    grow(this.area, 0.4);
   }
 
   /** A long text that is pasted becomes a file, so that the message stays readable. */
@@ -125,7 +153,7 @@ export class Composer {
     }
     this.files.push({ name, text });
     this.drawFiles();
-    this.save();
+    this.save({ files: true });
   }
 
   drawFiles() {
@@ -133,7 +161,7 @@ export class Composer {
     const remove = (at) => () => {
       this.files.splice(at, 1);
       this.drawFiles();
-      this.save();
+      this.save({ files: true });
       this.focus();
     };
     fill(this.fileList, this.files.map(({ name, text }, at) => el("li.ask-file", {}, icon("attach"), named(name), el("span.hint", {}, format.bytes(text.length)), el("button.icon-button.small", { type: "button", "aria-label": `Remove ${this.app.visible(name, 60)}`, onclick: remove(at) }, icon("close")))));
@@ -153,15 +181,17 @@ export class Composer {
   }
 
   /** Tell whether something runs, and how full the context is. */
-  state({ running, used, total, sides }) {
+  state({ running, used, about, total, sides }) {
     this.stopButton.hidden = !running;
     this.sendButton.hidden = running;
     this.area.placeholder = sides > 1 ? "Message to both branches" : "Message";
     const { el, fill, format } = this.app;
     if (!total) return fill(this.tokens);
     const share = Math.min(1, used / total);
-    this.tokens.title = `${format.number(used)} of ${format.number(total)} tokens of the context are used; ${format.number(Math.max(0, total - used))} are left`;
+    const with_ = about ? "with what you are writing, " : "";
+    this.tokens.title = used > total ? `${with_}the conversation has more tokens than the ${format.number(total)} of the context` : `${with_}${format.number(used)} of ${format.number(total)} tokens of the context are used; ${format.number(total - used)} are left`;
     this.tokens.classList.toggle("full", share > 0.9);
-    return fill(this.tokens, el("span.meter", { "aria-hidden": "true" }, el("span", { style: { width: `${share * 100}%` } })), el("span", {}, `${format.short(used)} / ${format.short(total)}`), el("span.sr-only", {}, " tokens of the context"));
+    const shown = used === Infinity ? "too long" : `${format.short(used)} / ${format.short(total)}`;
+    return fill(this.tokens, el("span.meter", { "aria-hidden": "true" }, el("span", { style: { width: `${share * 100}%` } })), el("span", {}, shown), el("span.sr-only", {}, " tokens of the context"));
   }
 }

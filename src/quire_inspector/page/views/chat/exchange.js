@@ -1,7 +1,11 @@
 // Conversations in and out: messages as JSON, Markdown, the whole tree, state files.
 
-import { FORMAT, Tree, fullText, messagesOf, titleOf } from "./tree.js";
+import { conversationsOf } from "./imports.js";
+import { Tree, fullText, messagesOf } from "./tree.js";
 import { sessionPath } from "../../lib/edits.js";
+
+/** Bytes of a file that is imported at most. */
+const LARGEST = 200_000_000;
 
 /** Return a branch as Markdown. */
 function markdownOf(tree, leaf) {
@@ -12,59 +16,6 @@ function markdownOf(tree, leaf) {
     return `## ${roles[node.role] ?? node.role}\n\n${thoughts}${calls}${node.role === "user" ? fullText(node) : node.content}\n`;
   });
   return `# ${tree.title || "Conversation"}\n\n${parts.join("\n")}`;
-}
-
-/**
- * Return the document of a conversation in a text: an exported tree, or messages as OpenAI has them.
- * @throws {Error} that says what was found and what would be accepted
- */
-function documentOf(text, name = "") {
-  let found;
-  try {
-    found = JSON.parse(text);
-  } catch (error) {
-    throw new Error(`the file is no JSON: ${error.message}`);
-  }
-  if (found?.format === FORMAT && found.nodes && typeof found.nodes === "object") return new Tree(checked(found)).document();
-  const messages = Array.isArray(found) ? found : found?.messages;
-  if (!Array.isArray(messages)) throw new Error("the file holds no conversation; a list of messages, {\"messages\": [...]}, or a conversation that was exported here is accepted");
-  const tree = new Tree();
-  let parent = null;
-  messages.forEach((message, at) => {
-    const { role } = message ?? {};
-    if (!["system", "developer", "user", "assistant", "tool"].includes(role)) throw new Error(`message ${at + 1} has the role ${JSON.stringify(role ?? null)}; system, user, assistant and tool are accepted`);
-    const fields = { role: role === "developer" ? "system" : role, content: plain(message.content, at) };
-    if (typeof message.reasoning_content === "string") fields.reasoning = message.reasoning_content;
-    if (Array.isArray(message.tool_calls) && message.tool_calls.length) fields.calls = message.tool_calls;
-    if (role === "tool") Object.assign(fields, { callId: message.tool_call_id, tool: message.name });
-    if (role === "assistant") fields.finish = "stop";
-    parent = tree.add(parent, fields).id;
-  });
-  tree.title = name.replace(/\.json$/i, "") || titleOf(tree.path(parent).find((node) => node.role === "user")?.content ?? "");
-  tree.titled = Date.now();
-  return tree.document();
-}
-
-function checked(document) {
-  const nodes = {};
-  for (const [id, node] of Object.entries(document.nodes)) {
-    if (!/^[0-9a-f]{12}$/.test(id) || typeof node !== "object" || node === null) throw new Error(`the conversation has a message with the id ${JSON.stringify(id).slice(0, 40)}, which is none`);
-    const { session: _session, pin: _pin, pending: _pending, ...kept } = node;
-    nodes[id] = { ...kept, id, parent: node.parent ?? null, content: String(node.content ?? ""), created: Number(node.created) || 0, changed: Number(node.changed) || 0 };
-  }
-  return { ...document, title: String(document.title ?? ""), nodes };
-}
-
-function plain(content, at) {
-  if (content === null || content === undefined) return "";
-  if (typeof content === "string") return content;
-  if (Array.isArray(content)) {
-    return content.map((part) => {
-      if (typeof part?.text !== "string") throw new Error(`message ${at + 1} has a part that is no text; pictures and sound are not accepted`);
-      return part.text;
-    }).join("");
-  }
-  throw new Error(`message ${at + 1} has a content that is neither a text nor a list of parts`);
 }
 
 /** Offer a file to be saved. */
@@ -85,7 +36,12 @@ export class Exchange {
     this.chat = chat;
     this.app = chat.app;
     this.input = this.app.el("input", { type: "file", accept: ".json,.quire,application/json", hidden: true, tabindex: "-1", "aria-hidden": "true" });
-    this.input.addEventListener("change", () => this.take(this.input.files[0]));
+    this.input.addEventListener("change", () => {
+      const [file] = this.input.files;
+      // The same file may be chosen again.
+      this.input.value = "";
+      void this.take(file);
+    });
   }
 
   get name() {
@@ -93,7 +49,6 @@ export class Exchange {
   }
 
   choose() {
-    this.input.value = "";
     this.input.click();
   }
 
@@ -122,13 +77,31 @@ export class Exchange {
     if (!file) return;
     try {
       if (/\.quire$/i.test(file.name)) return await this.takeState(file);
-      if (file.size > 20_000_000) throw new Error(`the file has ${this.app.format.bytes(file.size)}; at most 20 MB are accepted`);
-      await this.chat.adopt(documentOf(await file.text(), file.name));
+      if (file.size > LARGEST) throw new Error(`the file has ${this.app.format.bytes(file.size)}; at most ${this.app.format.bytes(LARGEST)} are accepted`);
+      const found = conversationsOf(await file.text(), file.name);
+      if (found.length === 1) await this.chat.adopt(found[0].document, found[0].leaf);
+      else await this.takeMany(found);
     } catch (error) {
       if (this.app.isAbort(error)) return;
       this.app.notify(`${this.app.visible(file.name, 80)} was not imported: ${error.message}`, "error");
     }
     return undefined;
+  }
+
+  /** Make conversations of the many in an archive, the last one the latest. */
+  async takeMany(found) {
+    const { notify, format } = this.app;
+    let done = 0;
+    try {
+      for (const { document } of found) {
+        await this.chat.library.addOther(document);
+        done += 1;
+      }
+      notify(`${format.count(done, "conversation")} ${done === 1 ? "was" : "were"} imported`);
+    } catch (error) {
+      if (this.app.isAbort(error)) throw error;
+      throw new Error(`after ${done} of ${format.count(found.length, "conversation")}: ${error.message}`);
+    }
   }
 
   /** A state file holds tokens and no messages, so its text stands as one, from which the model goes on. */

@@ -1,6 +1,7 @@
 // What only sessions can do with a branch: keep what follows an edit, pin, commit, and show its tokens.
 
-import { sessionPath } from "../../lib/edits.js";
+import { sessionPath, tokensOf } from "../../lib/edits.js";
+import { templateFields } from "./settings.js";
 import { messagesOf } from "./tree.js";
 
 export class Held {
@@ -24,11 +25,12 @@ export class Held {
     try {
       const whole = await runs.sessionOf(old);
       const [session] = (await client.json("POST", sessionPath(whole.id, "fork"), { body: { at: whole.tokens } })).ids;
-      // The text of the message, where it stands: behind the messages before it.
-      const described = await client.json("GET", sessionPath(session), {});
-      const span = spanOf(described.text ?? "", messagesOf([node])[0].content);
-      const changed = messagesOf([{ ...node, content: text }])[0].content;
-      const done = await client.json("POST", sessionPath(session, "edit"), { body: { span, text: changed, mode } });
+      const [before] = messagesOf([node]);
+      const [after_] = messagesOf([{ ...node, content: text }]);
+      const earlier = messagesOf(tree.path(node.parent)).map((one) => one.content).join("\n");
+      const place = await this.placeOf(session, whole.tokens, before.content, earlier.split(before.content).length - 1);
+      const body = { span: place.span, text: place.head + after_.content + place.tail, mode };
+      const done = await client.json("POST", sessionPath(session, "edit"), { body });
       tree.patch(leaf, { session: { id: session, tokens: done.num_tokens, exact: done.exact } });
       const parts = [`${format.count(done.replayed, "token")} ran again`];
       if (done.blended) parts.push(`${format.number(done.blended)} were blended`);
@@ -38,6 +40,24 @@ export class Held {
       notify(`The branch is there, but its state was not edited: ${error.message} It runs in full with the next question.`, "error");
     }
     this.chat.library.touch();
+  }
+
+  /**
+   * Return the tokens of a session in which a text stands for the `number + 1`st time, and what else these
+   * tokens hold, before and behind it.
+   */
+  async placeOf(session, count, text, number) {
+    const tokens = (await tokensOf(this.app, `session:${session}`, 0, count)).map((one) => one.text ?? "");
+    const whole = tokens.join("");
+    let at = -1;
+    for (let found = 0; found <= number; found++) {
+      at = whole.indexOf(text, at + 1);
+      if (at < 0) throw new Error("the message's text is not found in the conversation as the template writes it.");
+    }
+    let [begin, start, stop, end] = [0, 0, 0, 0];
+    while (begin + tokens[start].length <= at) begin += tokens[start++].length;
+    for (end = begin, stop = start; end < at + text.length; stop++) end += tokens[stop].length;
+    return { span: [start, stop], head: whole.slice(begin, at), tail: whole.slice(at + text.length, end) };
   }
 
   /** Keep the state of a branch in the server's memory, or no longer. */
@@ -53,9 +73,8 @@ export class Held {
       const path = tree.path(id);
       const messages = messagesOf(path);
       const question = messages.findLastIndex((one) => one.role !== "assistant");
-      const made = await client.json("POST", "v1/sessions", { body: { messages: messages.slice(0, question + 1), pin: true, labels: { chat: this.chat.library.id } } });
-      const rest = path.slice(question + 1).map((one) => one.content).join("");
-      if (rest) await client.json("POST", sessionPath(made.id, "append"), { body: { text: rest } });
+      const made = await client.json("POST", "v1/sessions", { body: { ...templateFields(tree.settings), messages: messages.slice(0, question + 1), pin: true, labels: { chat: this.chat.library.id } } });
+      await this.chat.runs.said(made, path.slice(question + 1));
       tree.patch(id, { pin: made.id });
       notify("Pinned: its state stays in the server's memory for four hours without use");
     }
@@ -108,10 +127,4 @@ export class Held {
   release(nodes) {
     for (const { session, pin } of nodes) for (const id of [session?.id, pin]) if (id) void this.chat.runs.release(id);
   }
-}
-
-/** Return where a message's text stands: itself if it occurs once. */
-function spanOf(text, content) {
-  if (text.split(content).length === 2) return content;
-  throw new Error(text.includes(content) ? "the message's text occurs more than once in the conversation." : "the message's text is not found in the conversation as the template writes it.");
 }

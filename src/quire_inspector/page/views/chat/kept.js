@@ -5,7 +5,9 @@ import { keyStore } from "../../lib/api.js";
 
 const CHAT = "quire.chat.";
 const DRAFT = "quire.draft.";
+const FILES = "quire.files.";
 const HABITS = "quire.habits";
+const SHELF = "quire.shelf.";
 /** Characters of all copies together; browsers keep some 5 million for a site. */
 const ROOM = 3_000_000;
 
@@ -81,16 +83,30 @@ export const chatCopies = {
   drop: (id) => erase(CHAT + id),
 };
 
-/** Text that was typed and not sent, by the place where it was typed. */
+/** Text that was typed and not sent, by the place where it was typed. Files are apart: they are large, and typing must not wait. */
 export const drafts = {
-  get: (place) => read(DRAFT + place) ?? { text: "", files: [] },
+  get: (place) => ({ text: read(DRAFT + place)?.text ?? "", files: read(FILES + place) ?? [] }),
   /** Returns whether it is kept. */
-  put(place, draft) {
-    if (!draft.text && !draft.files?.length) return erase(DRAFT + place), true;
-    return write(DRAFT + place, draft);
-  },
-  drop: (place) => erase(DRAFT + place),
+  put: (place, text) => (text ? write(DRAFT + place, { text }) : (erase(DRAFT + place), true)),
+  /** Returns whether they are kept. */
+  putFiles: (place, files) => (files.length ? write(FILES + place, files) : (erase(FILES + place), true)),
+  drop: (place) => (erase(DRAFT + place), erase(FILES + place)),
 };
+
+/** What people put by for later conversations, by names: `shelf("prompts")`. */
+export function shelf(kind) {
+  const all = () => {
+    const found = read(SHELF + kind);
+    return Array.isArray(found) ? found.filter((one) => typeof one?.name === "string") : [];
+  };
+  const write_ = (list) => write(SHELF + kind, list);
+  return {
+    all,
+    /** Puts in place of one with this name. Returns whether it is kept. */
+    put: (name, value) => write_([...all().filter((one) => one.name !== name), { name, value }].sort((a, b) => a.name.localeCompare(b.name))),
+    drop: (name) => write_(all().filter((one) => one.name !== name)),
+  };
+}
 
 /** What new conversations begin with: the settings that were used last. */
 export const habits = {

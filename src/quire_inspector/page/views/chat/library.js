@@ -27,6 +27,9 @@ export class Library {
     this.writing = null;
     /** The tree of a conversation in which an answer is under way. */
     this.treeOf = (_id) => null;
+    // Other windows of this browser hear of a change at once, and those of other browsers when they look.
+    this.windows = new BroadcastChannel("quire.chats");
+    this.windows.onmessage = () => void this.refresh();
   }
 
   /** Which process of the server this is: without a state directory, another one knows nothing. */
@@ -139,7 +142,12 @@ export class Library {
     try {
       const done = await this.writing;
       this.noteListed(done);
-      if (id !== this.id) return;
+      this.windows.postMessage(id);
+      if (id !== this.id) {
+        const copy = chatCopies.get(id);
+        if (copy) chatCopies.put({ ...copy, version: done.version, started: this.started, dirty: false });
+        return;
+      }
       [this.version, this.knownTo] = [done.version, this.started];
       this.trouble = null;
       this.keepCopy();
@@ -171,6 +179,22 @@ export class Library {
     } catch {
       const copy = chatCopies.get(id);
       if (copy) chatCopies.put({ ...copy, document: tree.document(), dirty: true });
+    }
+  }
+
+  /** Write a new conversation that is not shown. */
+  async addOther(document) {
+    this.noteListed(await this.app.put(`v1/chats/chat-${makeId(16)}`, { title: document.title.slice(0, 256), document, version: 0 }));
+  }
+
+  /** Return the conversations that have all words: of the server, or of this browser while it is away. */
+  async search(words) {
+    try {
+      return (await this.app.get("v1/chats", { search: words.slice(0, 200) })).data;
+    } catch (error) {
+      if (this.app.isAbort(error)) return [];
+      const wanted = words.toLowerCase().split(/\s+/).filter(Boolean);
+      return this.list.filter((one) => wanted.every((word) => one.title.toLowerCase().includes(word)));
     }
   }
 
@@ -237,6 +261,7 @@ export class Library {
     } catch (error) {
       if (error.status !== 404) throw error;
     }
+    this.windows.postMessage(id);
     chatCopies.drop(id);
     this.list = this.list.filter((one) => one.id !== id);
     this.hear.listed();

@@ -93,6 +93,9 @@ function drawn(app, tokens) {
   const enter = (node) => (top().append(node), open.push(node));
   for (const token of tokens) {
     if (token.type === "inline") {
+      // A list, a table or a quotation goes the way of its first words: markers stand on that side.
+      const outer = root.firstElementChild;
+      if (outer && top() !== outer && !outer.dir) outer.dir = isRightToLeft(token.content) ? "rtl" : "ltr";
       append(top(), inlines(app, token.children ?? []));
     } else if (token.type === "fence" || token.type === "code_block") {
       top().append(codeBlock(app, token.content.replace(/\n$/, ""), token.info?.trim() ?? ""));
@@ -114,6 +117,11 @@ function drawn(app, tokens) {
   return only?.nodeName === "TABLE" ? el("div.table-scroll", { tabindex: "0", role: "region", "aria-label": "Table" }, only) : only ?? document.createTextNode("");
 }
 
+/** Return whether the first letter of a text is of a script that is written from right to left. */
+function isRightToLeft(text) {
+  return /^[\p{Script=Hebrew}\p{Script=Arabic}\p{Script=Syriac}\p{Script=Thaana}\p{Script=Nko}]$/u.test(/\p{L}/u.exec(text)?.[0] ?? "");
+}
+
 function block(app, token) {
   const tag = TAGS.has(token.tag) ? token.tag : "div";
   // The page has its own first headings.
@@ -122,7 +130,7 @@ function block(app, token) {
   if (tag === "ol" && token.attrGet("start")) props.start = token.attrGet("start");
   const align = /text-align:(left|right|center)/.exec(token.attrGet("style") ?? "")?.[1];
   if (align) props.class = `align-${align}`;
-  if (["p", "li", "blockquote"].includes(tag) || shown[0] === "h") props.dir = "auto";
+  if (tag === "p" || shown[0] === "h") props.dir = "auto";
   return app.el(shown, props);
 }
 

@@ -1,10 +1,11 @@
 // One message: its text, what belongs to it, and what can be done with it.
 
-import { copied } from "./code.js";
+import { codeBlock, copied } from "./code.js";
+import { grow } from "./composer.js";
 import { drafts } from "./kept.js";
 import { Markdown } from "./markdown.js";
 import { fullText } from "./tree.js";
-import { WhyBar } from "./why.js";
+import { WhyBar, isFull } from "./why.js";
 
 const ROLES = { user: "You", assistant: "Answer", system: "System message", tool: "Tool result" };
 
@@ -20,6 +21,16 @@ function helpFor(error) {
   if (/template/i.test(message)) return "The model's chat template refuses these messages: often a system message, or two messages of one role in a row. Change them and try again.";
   if (status === 404) return "What this continues is gone from the server. Trying again sends the whole conversation.";
   return "Change the message or the settings, and try again.";
+}
+
+/** Return a JSON object or list with a line for each value; null for any other text. */
+function indented(text) {
+  try {
+    const value = JSON.parse(text);
+    return value !== null && typeof value === "object" ? JSON.stringify(value, null, 2) : null;
+  } catch {
+    return null;
+  }
 }
 
 export class Message {
@@ -143,6 +154,8 @@ export class Message {
   plain(content) {
     if (this.shown === content) return;
     this.shown = content;
+    const json = this.role === "tool" ? indented(content) : null;
+    if (json !== null) return void this.app.fill(this.text.element, codeBlock(this.app, json, "json"));
     if (/```|\$\$|\\\(|\\\[|^\s*[-*\d]+[.)]? /m.test(content) && content.length < 100_000 && this.role !== "tool") this.text.show(content);
     else this.app.fill(this.text.element, this.app.el("p.plain", { dir: "auto" }, content));
   }
@@ -162,12 +175,8 @@ export class Message {
     if (key === this.callsKey) return;
     this.callsKey = key;
     const shown = (node.calls ?? []).map((call) => {
-      let text = call.function.arguments;
-      try {
-        text = JSON.stringify(JSON.parse(text), null, 2);
-      } catch {
-        // It is shown as it is: cut short, or still coming.
-      }
+      // What is cut short or still coming is shown as it is.
+      const text = indented(call.function.arguments) ?? call.function.arguments;
       return el("figure.call", {}, el("figcaption", {}, icon("tool"), "Calls ", el("code", {}, visible(call.function.name, 100))), el("pre", { tabindex: "0", dir: "ltr" }, text));
     });
     const answered = this.chat.tree.children(this.id).some((one) => one.role === "tool");
@@ -179,7 +188,7 @@ export class Message {
     const { el, icon } = this.app;
     const areas = node.calls.map((call, at) => {
       const place = `${this.id}.${at}`;
-      const area = el("textarea.textarea.mono", { rows: 2, id: `result-${place}`, value: drafts.get(place).text, oninput: () => drafts.put(place, { text: area.value }) });
+      const area = el("textarea.textarea.mono", { rows: 2, id: `result-${place}`, value: drafts.get(place).text, oninput: () => drafts.put(place, area.value) });
       return { call, area, place, row: el("div.field", {}, el("label", { for: area.id }, `Result of ${this.app.visible(call.function.name, 60)}`), area) };
     });
     const send = (event) => {
@@ -217,7 +226,7 @@ export class Message {
     if (this.isRunning) {
       fill(this.actions, el("button.button.small", { type: "button", onclick: () => this.chat.runs.stop(this.id) }, icon("stop"), "Stop"));
     } else {
-      const cut = node.role === "assistant" && node.content && (node.pending || ["length", "stopped", "error"].includes(node.finish));
+      const cut = node.role === "assistant" && node.content && (node.pending || ["length", "stopped", "error"].includes(node.finish)) && !isFull(this.app, node);
       fill(
         this.actions,
         cut ? el("button.button.small", { type: "button", onclick: () => this.thread.proceed(this.id) }, icon("play"), "Continue") : null,
@@ -251,11 +260,8 @@ export class Message {
     const place = `edit.${this.id}`;
     const draft = drafts.get(place).text || node.content;
     const area = el("textarea.textarea.edit-area", { rows: 2, value: draft, dir: "auto", "aria-label": "The message" });
-    const fit = () => {
-      area.style.height = "auto";
-      area.style.height = `${Math.min(area.scrollHeight + 2, innerHeight * 0.5)}px`;
-    };
-    area.addEventListener("input", () => (drafts.put(place, { text: area.value }), fit()));
+    const fit = () => grow(area, 0.5);
+    area.addEventListener("input", () => (drafts.put(place, area.value), fit()));
     const follows = this.chat.tree.children(this.id).length > 0;
     const close = () => {
       this.editing = false;
@@ -285,6 +291,7 @@ export class Message {
         follows && this.chat.canBlend ? button("Keep it, blended", done((text) => this.thread.editMiddle(this.id, text, "blend")), { title: "The state of what follows is moved, and a part of it is computed again: quicker, and approximate" }) : null,
         button("Cancel", () => (drafts.drop(place), close())),
       ),
+      el("p.hint", {}, follows ? "What follows stays in the branch beside, unless you keep it behind the new text." : isUser ? "The message as it was stays in the branch beside." : "The model goes on from the new text. The answer as it was stays in the branch beside."),
     );
     this.app.keys(form, { "Control+Enter": main, Escape: () => (drafts.drop(place), close()) });
     this.element.classList.add("editing");

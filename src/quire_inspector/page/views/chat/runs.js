@@ -2,7 +2,7 @@
 // sessions, each answer is held by a session: a fork of the one that holds the messages before.
 
 import { sessionPath } from "../../lib/edits.js";
-import { canBeHeld, requestFields } from "./settings.js";
+import { requestFields, templateFields } from "./settings.js";
 import { messagesOf } from "./tree.js";
 
 /** Seconds of life of a conversation's sessions without use. */
@@ -57,7 +57,7 @@ export class Runs {
 
   /** Whether answers are to be held by sessions. */
   holds(settings) {
-    return this.app.overview?.allow_edits === true && settings.hold !== false && canBeHeld(settings);
+    return this.app.overview?.allow_edits === true && settings.hold !== false;
   }
 
   /**
@@ -246,7 +246,8 @@ export class Runs {
       try {
         const found = await this.app.get(sessionPath(id), { tokens: false });
         if (found.in_use === null) {
-          if (tree.get(node.id)?.content) tree.patch(node.id, { session: { id, tokens: found.num_tokens, exact: found.exact } });
+          const made = tree.get(node.id);
+          if (made?.content || made?.calls?.length) tree.patch(node.id, { session: { id, tokens: found.num_tokens, exact: found.exact } });
           else await this.release(id);
           return;
         }
@@ -260,6 +261,12 @@ export class Runs {
   /** Delete a session that nothing needs any more. */
   async release(id) {
     await this.app.del(sessionPath(id)).catch(() => {});
+  }
+
+  /** Append answers to a new session. Returns its number of tokens. A call of a tool is written by the template only, in the next turn. */
+  async said(made, answers) {
+    const text = answers.map((one) => one.content).join("");
+    return text ? (await this.app.post(sessionPath(made.id, "append"), { text })).num_tokens : made.num_tokens;
   }
 
   /**
@@ -279,10 +286,8 @@ export class Runs {
     }
     const path = tree.path(id);
     const question = path.findLastIndex((one) => one.role !== "assistant");
-    const made = await this.app.post("v1/sessions", { ...this.named(tree.title), messages: messagesOf(path.slice(0, question + 1)) });
-    let tokens = made.num_tokens;
-    const rest = path.slice(question + 1).map((one) => one.content).join("");
-    if (rest) tokens = (await this.app.post(sessionPath(made.id, "append"), { text: rest })).num_tokens;
+    const made = await this.app.post("v1/sessions", { ...this.named(tree.title), ...templateFields(tree.settings), messages: messagesOf(path.slice(0, question + 1)) });
+    const tokens = await this.said(made, path.slice(question + 1));
     if (node.role === "assistant") tree.patch(id, { session: { id: made.id, tokens } });
     this.library.touch();
     return { id: made.id, tokens, all: tokens, made: true };

@@ -1,5 +1,7 @@
 // How answers are made: sampling with presets, the system message, thinking, a form, tools.
 
+import { shelf } from "./kept.js";
+
 const PRESETS = [
   { name: "model", label: "The model's own", hint: "What the model's authors recommend.", values: {} },
   { name: "precise", label: "Precise", hint: "Always the likeliest token: facts, code, extraction.", values: { temperature: 0 } },
@@ -54,9 +56,11 @@ function parsed(what, text, fits, kind) {
   return value;
 }
 
-/** Return whether a session of the server can hold such a conversation. */
-export function canBeHeld(settings) {
-  return !settings.thinking && !settings.tools?.trim();
+/** Return what a session is made with, so that its messages are written as they are when an answer is asked for. */
+export function templateFields(settings) {
+  const { tools, enable_thinking, reasoning_effort } = requestFields(settings);
+  const variables = { ...(enable_thinking === undefined ? {} : { enable_thinking }), ...(reasoning_effort ? { reasoning_effort } : {}) };
+  return { ...(tools ? { tools } : {}), ...(Object.keys(variables).length ? { chat_template_kwargs: variables } : {}) };
 }
 
 const TOOL_EXAMPLE = '[{"name": "weather", "description": "The weather in a city", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}]';
@@ -78,6 +82,7 @@ export class SettingsForm {
     s.sampling ??= {};
     fill(
       this.element,
+      this.own(),
       this.area("system", "System message", { value: system, rows: 3, help: "What the model is told before the first message. A change begins a new branch from the start." }),
       el("fieldset", {}, el("legend", {}, "Sampling"), this.presets(), el("div.fields", {}, FIELDS.map((field) => this.number(field)))),
       this.area("stop", "Stop texts", { value: s.stop ?? "", rows: 1, help: "The answer ends before one of these, a line each." }),
@@ -94,6 +99,39 @@ export class SettingsForm {
     this.changed(this.settings, name);
   }
 
+  /** Settings that were kept under a name: all of them, the system message too. */
+  own() {
+    const { el, icon, visible } = this.app;
+    const kept = shelf("settings");
+    const names = kept.all();
+    const select = el("select.select", { id: "setting-own", disabled: !names.length }, el("option", { value: "" }, names.length ? "Choose…" : "None yet"), names.map(({ name }) => el("option", { value: name }, visible(name, 60))));
+    const drop = el("button.icon-button", { type: "button", disabled: true, "aria-label": "Delete these settings", title: "Delete", onclick: () => (kept.drop(select.value), this.again()) }, icon("trash"));
+    select.addEventListener("change", () => {
+      const found = names.find((one) => one.name === select.value);
+      drop.disabled = !found;
+      if (!found) return;
+      this.settings = structuredClone(found.value);
+      this.changed(this.settings, "system");
+      this.show(this.settings, { system: this.settings.system ?? "" });
+      const anew = this.element.querySelector("#setting-own");
+      anew.value = found.name;
+      anew.closest(".own").querySelector(".icon-button").disabled = false;
+      anew.focus();
+    });
+    const keep = async () => {
+      const given = await this.app.ask("Keep these settings", [{ name: "name", label: "Name", value: select.value, required: true, hint: "One with this name is replaced." }], { action: "Keep" });
+      if (!given) return;
+      const system = this.element.querySelector("[name=system]").value;
+      if (!kept.put(given.name.trim().slice(0, 80), { ...this.settings, system: system || undefined })) this.app.notify("The browser has no room for them", "error");
+      this.again();
+    };
+    return el("div.setting.wide", {}, el("div.setting-head", {}, el("label", { for: "setting-own" }, "Kept settings"), el("button.button.small", { type: "button", onclick: keep }, icon("plus"), "Keep these…")), el("div.own", {}, select, drop));
+  }
+
+  again() {
+    this.show(this.settings, { system: this.element.querySelector("[name=system]").value });
+  }
+
   presets() {
     const { el } = this.app;
     const chosen = presetOf(this.settings.sampling);
@@ -107,7 +145,7 @@ export class SettingsForm {
     const { max_tokens, seed } = this.settings.sampling;
     const kept = Object.fromEntries(Object.entries({ max_tokens, seed }).filter(([, value]) => value !== undefined));
     this.note("sampling", { ...preset.values, ...kept });
-    this.show(this.settings, { system: this.element.querySelector("[name=system]").value });
+    this.again();
     this.element.querySelector(".presets [aria-pressed=true]")?.focus();
   }
 
@@ -152,7 +190,7 @@ export class SettingsForm {
     box.addEventListener("change", () => this.note("hold", box.checked ? undefined : false));
     const why = off
       ? "The server was started without --allow-edits. Branches then find their beginning in the prefix cache."
-      : "Each answer is a session that shares its pages with the others; see History. Without it, and with tools or thinking, branches find their beginning in the prefix cache.";
+      : "Each answer is a session that shares its pages with the others; see History. Without it, branches find their beginning in the prefix cache.";
     return el("div.setting.wide", {}, el("div.check", {}, box, el("label", { for: "setting-hold" }, "Hold branches as sessions")), el("p.hint", { id: "setting-hold-help" }, why));
   }
 }

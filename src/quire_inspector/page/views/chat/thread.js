@@ -21,9 +21,12 @@ export class Thread {
     this.scroller = el("div.thread-scroll", { tabindex: "-1" }, this.list);
     this.down = el("button.icon-button.to-end", { type: "button", hidden: true, "aria-label": "To the end", title: "To the end", onclick: () => this.toEnd(true) }, icon("send"));
     this.headline = el("h2.thread-name");
-    this.element = el("section.thread", { "aria-label": "Branch" }, close ? el("header.thread-head", {}, this.headline, el("button.icon-button.small", { type: "button", "aria-label": "Close this branch", title: "Close this branch", onclick: close }, icon("close"))) : null, this.scroller, this.down);
+    this.element = el("section.thread", { "aria-label": "Branch" }, el("header.thread-head", {}, this.headline, close ? el("button.icon-button.small", { type: "button", "aria-label": "Close this branch", title: "Close this branch", onclick: close }, icon("close")) : null), this.scroller, this.down);
+    this.place = close ? "Second branch" : "First branch";
     this.scroller.addEventListener("scroll", () => this.scrolled(), { passive: true });
     this.follows = true;
+    // Code and formulas take their room once their libraries are there.
+    new ResizeObserver(() => this.follows && this.toEnd()).observe(this.list);
   }
 
   get tree() {
@@ -50,7 +53,7 @@ export class Thread {
     for (const message of wanted) message.draw();
     const shown = new Set([...path.map((node) => node.id), ...(this.choices ?? [])]);
     for (const id of [...this.messages.keys()]) if (!shown.has(id)) this.messages.delete(id);
-    this.headline.textContent = path.findLast((node) => node.name)?.name ?? "Branch";
+    this.headline.textContent = path.findLast((node) => node.name)?.name ?? this.place;
     if (this.follows) this.toEnd();
   }
 

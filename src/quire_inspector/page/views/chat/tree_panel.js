@@ -1,5 +1,10 @@
 // The tree of a conversation: all its branches at a glance, the way between them, and the way back.
 
+/** Return the beginning of a message without the signs of Markdown. */
+function plain(text) {
+  return text.slice(0, 300).replace(/[*`#>|]+|^\s*[-+]\s/gm, " ");
+}
+
 export class TreePanel {
   /** @param {object} chat the view */
   constructor(chat) {
@@ -75,7 +80,7 @@ export class TreePanel {
 
   row(node, level, onPath, siblings) {
     const { el, icon, visible } = this.app;
-    const text = visible((node.content || node.calls?.map((call) => call.function.name).join(", ") || (node.pending ? "…" : node.error ? "failed" : "")).trim().replace(/\s+/g, " "), 90);
+    const text = visible((plain(node.content) || node.calls?.map((call) => call.function.name).join(", ") || (node.pending ? "…" : node.error ? "failed" : "")).trim().replace(/\s+/g, " "), 90);
     const name = { user: "chat", assistant: "bulb", system: "settings", tool: "tool" }[node.role] ?? "chat";
     const role = { user: "You", assistant: "Answer", system: "System", tool: "Result" }[node.role] ?? node.role;
     const here = node.id === this.chat.leaf;

@@ -8,6 +8,11 @@ const ENDS = {
   tool_calls: "calls tools",
 };
 
+/** Return whether an answer was cut because nothing more fits into the context. */
+export function isFull(app, { finish, usage }) {
+  return finish === "length" && usage?.prompt + usage?.completion >= (app.overview?.model?.max_length ?? Infinity);
+}
+
 /** Return the numbers of an answer: [label, value, explanation], of those that are known. */
 function figuresOf(app, node) {
   const { format } = app;
@@ -29,7 +34,8 @@ function figuresOf(app, node) {
     found.push(["first token", format.seconds(seconds.first), "from the request to the first token"]);
     if (usage?.completion > 1 && seconds.rest > 0) found.push(["tokens/s", format.number((usage.completion - 1) / seconds.rest, 1), "tokens a second after the first one"]);
   }
-  if (ENDS[finish]) found.push(["end", ENDS[finish], ""]);
+  if (isFull(app, node)) found.push(["end", "cut where the context ends", "the conversation fills the context; go back to an earlier message and branch there"]);
+  else if (ENDS[finish]) found.push(["end", ENDS[finish], ""]);
   return found;
 }
 
@@ -47,7 +53,7 @@ export class WhyBar {
   show(node) {
     const { el, fill } = this.app;
     const figures = figuresOf(this.app, node);
-    this.element.hidden = !figures.length || this.chat.runs.has(this.id);
+    this.element.hidden = !figures.some(([label]) => label !== "end") || this.chat.runs.has(this.id);
     const brief = figures.filter(([label]) => !["computed", "recomputed"].includes(label));
     fill(
       this.row,
