@@ -54,6 +54,7 @@ from quire.kernels.recurrence.triton_recurrence import fastest_recurrence
 from quire.kernels.rows.cpu_rows import native_rows
 from quire.kernels.rows.triton_rows import TritonRows
 from quire.kernels.triton_support import attention_problem, triton_problem
+from quire.kv.divided_rows import DividedRows
 from quire.kv.forward_need import pages_for
 from quire.kv.plain_format import kv_format
 from quire.kv.recurrent import bytes_per_state
@@ -93,8 +94,10 @@ from quire.runner.pool_budget import (
     sequence_bytes,
     short_pool,
 )
-from quire.runner.ranks import RankedRunner, Ranks, TorchGroup
+from quire.runner.rank_processes import Ranks
+from quire.runner.ranks import RankedRunner
 from quire.runner.row_dependence import content_dependence, row_dependence
+from quire.runner.torch_group import TorchGroup
 from quire.sampling.seen_tokens import SeenTokens
 from quire.speculation.draft_model import DraftModel, check_vocabulary, check_vocabulary_size
 from quire.speculation.heads import Heads
@@ -228,7 +231,7 @@ def _build(config: EngineConfig, path: Path, ranks: Ranks | None, *, progress: b
         config.attention_backend,
         padding=captures,
         slack=int(runs_ahead),
-        share=None if ranks is None else Share(0, ranks.size),
+        division=None if ranks is None else DividedRows(Share(0, ranks.size), model.whole_specs, ranks),
     )
     interval = checkpoint_interval(config, model.layer_specs, format)
     local = LocalRunner(model, state, device, adapters)
@@ -250,7 +253,7 @@ def _build(config: EngineConfig, path: Path, ranks: Ranks | None, *, progress: b
         enable_prefix_caching=config.enable_prefix_caching,
         checkpoint_interval=interval,
         seed=config.seed,
-        stored=StoredState(runner, make_store(config) if ranks is None else None, identity),
+        stored=StoredState(runner, make_store(config), identity),
         speculation=speculation,
         proposer=proposer,
         dependence=row_dependence(model, state),
@@ -577,10 +580,10 @@ def make_state(
     *,
     padding: bool = False,
     slack: int = 0,
-    share: Share | None = None,
+    division: DividedRows | None = None,
 ) -> State:
     """Return the KV state for these layers; ``backend``: one of ``ATTENTION_BACKENDS``, of which
-    "auto" is the fastest on the device; ``padding``, ``slack``, ``share``: as ``State``'s."""
+    "auto" is the fastest on the device; ``padding``, ``slack``, ``division``: as ``State``'s."""
     pages = any(not isinstance(spec, Recurrent) for spec in specs)
     if backend == "auto":
         backend = fastest_attention(device)
@@ -600,7 +603,7 @@ def make_state(
         rows=layer_kernels(device).rows,
         padding=padding,
         slack=slack,
-        share=share,
+        division=division,
     )
 
 

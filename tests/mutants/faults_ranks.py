@@ -4,6 +4,7 @@ from tests.mutants.harness import Mutant
 
 DIVISION = "ranks/test_division.py"
 RANKS = "ranks/test_ranks.py"
+ROWS = "ranks/test_divided_rows.py"
 
 MUTANTS = (
     Mutant(
@@ -37,8 +38,8 @@ MUTANTS = (
     Mutant(
         name="ranks-replay-no-edits",
         file="runner/ranks.py",
-        old="                runner.execute(message)\n",
-        new="                runner.execute(message) if message.chunks else None\n",
+        old="                    runner.execute(message)\n",
+        new="                    runner.execute(message) if message.chunks else None\n",
         tests=(f"{RANKS}::test_sessions_fork_rewind_and_edit",),
     ),
     Mutant(
@@ -50,9 +51,30 @@ MUTANTS = (
     ),
     Mutant(
         name="ranks-break-on-every-failure",
-        file="runner/ranks.py",
-        old="if all(pipe.poll(ANSWER_SECONDS) and pipe.recv() == FAILED for pipe in self._pipes):",
-        new="if all(pipe.poll(ANSWER_SECONDS) and pipe.recv() is None for pipe in self._pipes):",
+        file="runner/rank_processes.py",
+        old="if all(self._answer(pipe, ANSWER_SECONDS) == FAILED for pipe in self._pipes):",
+        new="if all(self._answer(pipe, ANSWER_SECONDS) is None for pipe in self._pipes):",
         tests=(f"{RANKS}::test_a_step_that_fails_on_all_ranks_is_undone",),
+    ),
+    Mutant(
+        name="ranks-share-a-stored-head-in-turns",
+        file="kv/divided_rows.py",
+        old="return rank * pieces // self.share.size",
+        new="return rank % pieces",
+        tests=(f"{ROWS}::test_ranks_export_and_import_what_one_state_does[4-4-2-plain-torch.float32]",),
+    ),
+    Mutant(
+        name="ranks-save-a-shared-head-twice",
+        file="kv/divided_rows.py",
+        old="return [piece * self.share.size // pieces for piece in range(pieces)]",
+        new="return list(range(self.share.size))",
+        tests=(f"{ROWS}::test_ranks_export_and_import_what_one_state_does[4-4-2-plain-torch.float32]",),
+    ),
+    Mutant(
+        name="ranks-write-all-heads-of-a-write-alike",
+        file="kv/stored_rows.py",
+        old="            new_k, new_v = (state.division.own_heads(new, heads) for new in (new_k, new_v))\n",
+        new="            new_k, new_v = (new[:, :heads] for new in (new_k, new_v))\n",
+        tests=(f"{ROWS}::test_overwritten_rows[2-4-2]",),
     ),
 )

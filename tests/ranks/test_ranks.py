@@ -20,7 +20,9 @@ from quire import LLM, SamplingParams
 from quire.base.errors import QuireError, RanksBroken, ResourceExhausted, Unsupported
 from quire.base.types import Chunk, Step
 from quire.contracts.ranks import Share
-from quire.runner.ranks import RankedRunner, TorchGroup
+from quire.runner import torch_group
+from quire.runner.ranks import RankedRunner
+from quire.runner.torch_group import TorchGroup
 
 PROMPTS = ["def fib(n):", "class Stack:\n    def __init__(self", "import os\nimport sys\n\n\ndef main("]
 GREEDY = SamplingParams(temperature=0, max_tokens=20)
@@ -156,37 +158,94 @@ def test_drafts_and_preemptions() -> None:
     assert found[0] == found[1]
 
 
-def test_what_needs_all_heads_is_refused(two: LLM, tmp_path: Path) -> None:
-    with two.session(PROMPTS[0]) as session:
-        before = session.generate(GREEDY).outputs[0].token_ids
-        for call in (
-            lambda: session.save(tmp_path / "one.kv"),
-            lambda: session.kv(0),
-            lambda: two.executor,
-        ):
-            with pytest.raises(Unsupported, match=r"tensor_parallel_size|rank 0 of 2"):
-                call()
-        assert not list(tmp_path.iterdir())
-        session.rewind(n=len(before))
-        assert session.generate(GREEDY).outputs[0].token_ids == before
+def test_what_needs_all_heads_is_refused(two: LLM) -> None:
+    with pytest.raises(Unsupported, match="tensor_parallel_size"):
+        _ = two.executor
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"adapters": {"a": "tiny-python-docstrings"}}, "adapters beside tensor_parallel_size 2"),
-        ({"state_dir": "somewhere"}, "state_dir beside"),
-        ({"store": ("memory://1MiB",)}, "store beside"),
-        ({"host_memory": "1MiB"}, "host_memory beside"),
-    ],
-)
-def test_options_that_ranks_lack_are_refused_before_any_process(
-    options: Any, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(Unsupported, match=words):
-        made(2, **options)
-    assert not list(tmp_path.iterdir())
+def test_adapters_are_refused_before_any_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a rank was started"))
+    with pytest.raises(Unsupported, match="adapters beside tensor_parallel_size 2"):
+        made(2, adapters={"a": "tiny-python-docstrings"})
+
+
+# -- one state, any layout -------------------------------------------------------------------------
+
+
+def saved(llm: LLM, source: Path, target: Path) -> list[int]:
+    """Load a file, save it again, and return the next tokens."""
+    with llm.load_session(source) as session:
+        session.save(target)
+        return session.generate(GREEDY).outputs[0].token_ids
+
+
+def test_state_files_know_no_ranks(one: LLM, two: LLM, tmp_path: Path) -> None:
+    """A file of one process goes through two ranks and stays the same to the byte, and one of two
+    ranks through one process."""
+    paths = [tmp_path / f"{number}.kv" for number in range(4)]
+    for number, (writer, reader) in enumerate(((one, two), (two, one))):
+        first, second = paths[2 * number : 2 * number + 2]
+        with writer.session(PROMPTS[1]) as session:
+            session.generate(GREEDY)
+            session.save(first)
+            tokens = session.generate(GREEDY).outputs[0].token_ids
+        assert saved(reader, first, second) == tokens
+        assert second.read_bytes() == first.read_bytes()
+
+
+def test_rows_are_read_and_written(one: LLM, two: LLM, tmp_path: Path) -> None:
+    """Two ranks hold what was written, for later tokens too; a fork keeps what was there."""
+    with one.session(PROMPTS[1]) as session:
+        session.save(tmp_path / "one.kv")
+    with two.load_session(tmp_path / "one.kv") as ours, one.load_session(tmp_path / "one.kv") as theirs:
+        kept = ours.fork()
+        for layer in (0, 2):
+            values = theirs.kv(layer)["v"]
+            for session in (ours, theirs):
+                session.set_kv(layer, v=values[2:5].flip(1) * 2, start=2)
+        assert ours.norms(1).norms["k"].shape == theirs.norms(1).norms["k"].shape
+        for layer in range(3):
+            for name, expected in theirs.kv(layer).items():
+                # The file lacks the last token, which each has computed.
+                assert torch.equal(ours.kv(layer)[name][:-1], expected[:-1])
+        assert ours.generate(GREEDY).outputs[0].token_ids == theirs.generate(GREEDY).outputs[0].token_ids
+        assert not torch.equal(kept.kv(0)["v"], ours.kv(0)["v"][: len(kept)])
+
+
+LONG = "".join(f"def f{number}(x):\n    return x + {number}\n\n\n" for number in range(8))
+
+
+def test_stores_know_no_ranks(one: LLM, tmp_path: Path) -> None:
+    """State goes out to memory when pages are short, and comes back. A later process with other
+    pages, of one rank or two, finds commits, sessions and prefixes."""
+    store = (f"file://{tmp_path}/store",)
+    prompts = [f"# {number}\n{LONG}" for number in range(3)]
+    expected = [output.outputs[0].token_ids for output in one.generate(prompts, GREEDY)]
+    with made(2, store=store, state_dir=tmp_path / "state", kv_cache_memory="1MiB", max_model_len=256) as llm:
+        for _ in range(2):
+            for prompt, tokens in zip(prompts, expected, strict=True):
+                assert llm.generate(prompt, GREEDY)[0].outputs[0].token_ids == tokens
+        assert llm.metrics()["quire:store_tokens_loaded_total"] > 0
+        session = llm.session(prompts[0], name="kept")
+        session.generate(GREEDY)
+        session.commit("trial")
+        following = session.generate(GREEDY).outputs[0].token_ids
+        assert llm.engine.stepper.stored.flush(10)
+    for size in (2, 1):
+        with made(size, store=store, page_size=32, **({"state_dir": tmp_path / "state"} if size == 2 else {})) as llm:
+            (output,) = llm.generate(prompts[1], GREEDY)
+            assert output.outputs[0].token_ids == expected[1]
+            assert output.num_cached_tokens >= len(output.prompt_token_ids) - 1
+            assert llm.checkout("trial").generate(GREEDY).outputs[0].token_ids == following
+            if size == 2:
+                assert llm.resume("kept").tokens[-len(following) :] == following
+
+
+def test_embeddings_go_to_all_ranks(one: LLM, two: LLM) -> None:
+    tokens = one.tokenizer.encode(PROMPTS[0]) if one.tokenizer is not None else []
+    rows = one.model.embed(torch.tensor(tokens))
+    (expected,), (found,) = (llm.generate({"prompt_embeds": rows}, GREEDY) for llm in (one, two))
+    assert found.outputs[0].token_ids == expected.outputs[0].token_ids
 
 
 def test_a_model_that_does_not_divide_starts_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,6 +281,40 @@ def test_a_step_that_fails_on_all_ranks_is_undone(two: LLM) -> None:
         runner.execute(Step(chunks=(Chunk(runner.new_seq(), [1, 2, 3]),)))
     assert not runner.ranks.broken
     assert texts(two)
+
+
+def test_a_rank_that_is_killed_at_a_save_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with made(2) as llm:
+        ranks, taken = runner_of(llm).ranks, list[object]()
+        take = ranks.take
+
+        def killing(*given: Any) -> Any:
+            taken.append(given)
+            if len(taken) == 3:
+                processes(llm)[0].kill()
+            return take(*given)
+
+        session = llm.session(PROMPTS[1])
+        session.save(tmp_path / "whole.kv")
+        monkeypatch.setattr(ranks, "take", killing)
+        with pytest.raises(RanksBroken, match="load the model again"):
+            session.save(tmp_path / "half.kv")
+        with pytest.raises(RanksBroken, match="load the model again"):
+            llm.load_session(tmp_path / "whole.kv")
+        assert [one.name for one in tmp_path.iterdir()] == ["whole.kv"]
+        assert len(llm.engine.runner.state.sequence_ids()) == 1
+
+
+def test_a_rank_that_hangs_ends_requests_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_group, "HANG_SECONDS", 1.0)
+    with made(2) as llm:
+        (process,) = processes(llm)
+        os.kill(process.pid, signal.SIGSTOP)
+        started = time.monotonic()
+        (output,) = llm.generate([PROMPTS[0]], GREEDY)
+        assert time.monotonic() - started < 10
+        assert output.outputs[0].finish_reason == "error"
+        assert is_gone(process)
 
 
 @pytest.mark.parametrize("is_noticed", [False, True], ids=["at-the-answer", "when-told"])

@@ -222,14 +222,12 @@ class EngineConfig:
         ):
             if not supported:
                 raise _unsupported(name, getattr(self, name), accepted)
-        for name in ("adapters", "store", "state_dir", "host_memory"):
-            if self.tensor_parallel_size > 1 and (value := getattr(self, name)):
-                allowed = "left out: ranks divide K, V and weights, which this release neither stores nor adapts then"
-                raise Unsupported(
-                    f"{name} beside tensor_parallel_size {self.tensor_parallel_size} must be {allowed}",
-                    field=name,
-                    given=value,
-                )
+        if self.tensor_parallel_size > 1 and self.adapters:
+            raise Unsupported(
+                f"adapters beside tensor_parallel_size {self.tensor_parallel_size} must be left out: this release divides none",
+                field="adapters",
+                given=self.adapters,
+            )
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> EngineConfig:

@@ -34,7 +34,7 @@ class StateGeometry:
     """
 
     specs: tuple[KeyValueAttention | LatentAttention, ...]
-    """The layers that keep rows of tokens."""
+    """The layers that keep rows of tokens, with the heads of all ranks."""
     layer_ids: tuple[int, ...]
     """Global ids of ``specs``, ascending."""
     windows: tuple[int | None, ...]

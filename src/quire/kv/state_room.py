@@ -59,7 +59,7 @@ def nearest_reachable(state: StateParts, seq_id: SeqId, position: int) -> int:
 def geometry(state: StateParts) -> StateGeometry:
     states = None if state.recurrent is None else state.recurrent.table
     return StateGeometry(
-        specs=tuple(state.paged.specs),
+        specs=tuple(state.whole_specs[layer] for layer in state.paged.layer_ids),  # type: ignore[misc]
         layer_ids=state.paged.layer_ids,
         windows=tuple(one.window for one in state.paged.classes),
         page_bytes=tuple(state.page_bytes[: len(state.paged.classes)]),
