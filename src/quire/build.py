@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
+from quire.adapters.divided import DividedAdapters
 from quire.adapters.peft import read_adapter
 from quire.adapters.pool import AdapterPool
 from quire.adapters.targets import embedding_of, linears_of, low_rank_refusal
@@ -199,11 +200,7 @@ def _build(config: EngineConfig, path: Path, ranks: Ranks | None, *, progress: b
         tokenizer.check_fits(model.vocab_size)
     max_len = longest_of(config, model.max_position)
     format = kv_format(config.kv_dtype, model.dtype)
-    adapters = (
-        make_adapters(model, config.adapter_ranks, config.adapter_memory)
-        if ranks is None
-        else AdapterPool.without_sites(f"adapters: tensor_parallel_size is {ranks.size}, and this release divides none")
-    )
+    adapters = make_adapters(model, config.adapter_ranks, config.adapter_memory, ranks)
     draft = None
     if speculation is not None:
         draft = load_drafter(config, speculation, path, model, tokenizer, device, max_len, progress)
@@ -506,8 +503,11 @@ ADAPTER_SHARE = 0.125
 """Part of the free host memory that loaded adapters may take, without ``adapter_memory``."""
 
 
-def make_adapters(model: LoadedModel, ranks: int = 512, memory: int | str | None = None) -> AdapterPool:
-    """Return the pool of a model's adapters; it refuses all if no adapter can change the model."""
+def make_adapters(
+    model: LoadedModel, ranks: int = 512, memory: int | str | None = None, peers: Ranks | None = None
+) -> AdapterPool:
+    """Return the pool of a model's adapters; it refuses all if no adapter can change the model.
+    ``peers``: the other ranks, which keep their parts."""
     if reason := low_rank_refusal(model):
         return AdapterPool.without_sites(reason)
     if memory is None:
@@ -524,6 +524,7 @@ def make_adapters(model: LoadedModel, ranks: int = 512, memory: int | str | None
         rank_capacity=ranks,
         host_capacity=host,
         kernel=kernel,
+        division=None if peers is None else DividedAdapters(model.places, peers.size, peers),
     )
     if kernel is None and model.device.type == "cpu":
         pool.slowness = native_problem()

@@ -8,7 +8,7 @@ from multiprocessing.connection import Connection
 import torch
 
 from quire.base.errors import QuireError
-from quire.build import RankPart, layer_kernels, make_state, rank_threads
+from quire.build import RankPart, layer_kernels, make_adapters, make_state, rank_threads
 from quire.kernels.malloc import keep_freed_memory
 from quire.kv.divided_rows import DividedRows
 from quire.kv.plain_format import kv_format
@@ -48,7 +48,8 @@ def main(descriptor: int) -> None:
             division=division,
         )
         send(pipe, None)
-        serve_steps(LocalRunner(model, state, device), pipe)
+        adapters = make_adapters(model, config.adapter_ranks, config.adapter_memory)
+        serve_steps(LocalRunner(model, state, device, adapters), pipe)
 
 
 def _loaded(part: RankPart) -> LoadedModel:

@@ -3,6 +3,7 @@
 from tests.mutants.harness import Mutant
 
 DIVISION = "ranks/test_division.py"
+ADAPTERS = "ranks/test_divided_adapters.py"
 RANKS = "ranks/test_ranks.py"
 ROWS = "ranks/test_divided_rows.py"
 
@@ -62,6 +63,13 @@ MUTANTS = (
         old="return rank * pieces // self.share.size",
         new="return rank % pieces",
         tests=(f"{ROWS}::test_ranks_export_and_import_what_one_state_does[4-4-2-plain-torch.float32]",),
+    ),
+    Mutant(
+        name="ranks-add-an-adapter-of-all-inputs",
+        file="adapters/divided.py",
+        old="a_RI=own.cut(update.a_RI).contiguous() if columns else update.a_RI,",
+        new="a_RI=update.a_RI[:, : place.shape[1]].contiguous(),",
+        tests=(f"{ADAPTERS}::test_ranks_give_the_logits_of_the_merged_model[llama-biases-2]",),
     ),
     Mutant(
         name="ranks-save-a-shared-head-twice",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,9 @@ from tests.exact import TINY_PYTHON
 from torch import Tensor
 
 from quire import LLM, SamplingParams
-from quire.base.errors import QuireError, RanksBroken, ResourceExhausted, Unsupported
+from quire.base.errors import InvalidArgument, QuireError, RanksBroken, ResourceExhausted, Unsupported
 from quire.base.types import Chunk, Step
+from quire.contracts.adapters import Adapter
 from quire.contracts.ranks import Share
 from quire.runner import torch_group
 from quire.runner.ranks import RankedRunner
@@ -163,10 +165,49 @@ def test_what_needs_all_heads_is_refused(two: LLM) -> None:
         _ = two.executor
 
 
-def test_adapters_are_refused_before_any_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a rank was started"))
-    with pytest.raises(Unsupported, match="adapters beside tensor_parallel_size 2"):
-        made(2, adapters={"a": "tiny-python-docstrings"})
+def test_adapters(one: LLM, two: LLM, tmp_path: Path) -> None:
+    """Requests under an adapter beside others, a session that changes it, and its file."""
+    found, base = [], texts(two)
+    for number, llm in enumerate((two, one)):
+        llm.load_adapter("docs", "tiny-python-docstrings")
+        try:
+            outputs = llm.generate(PROMPTS, GREEDY, adapter="docs")
+            with llm.session(PROMPTS[1], adapter="docs") as session:
+                session.generate(GREEDY)
+                session.use_adapter(None)
+                session.append("\n\n")
+                session.generate(GREEDY)
+                session.save(tmp_path / f"{number}.kv")
+                found.append([*(one.outputs[0].token_ids for one in outputs), session.tokens])
+            if number:
+                with llm.load_session(tmp_path / "0.kv") as loaded:
+                    loaded.save(tmp_path / "again.kv")
+            with pytest.raises(ResourceExhausted, match="adapter_ranks"):
+                runner_of(two).adapters.admit(1000, 0)
+        finally:
+            llm.unload_adapter("docs")
+    assert found[0] == found[1]
+    assert (tmp_path / "again.kv").read_bytes() == (tmp_path / "0.kv").read_bytes()
+    assert texts(two) == base
+
+
+def test_an_adapter_that_a_rank_cannot_keep_is_kept_by_none(two: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks, pool = runner_of(two).ranks, runner_of(two).adapters
+    load = ranks.load_adapter
+
+    def of_another_shape(adapter_id: int, parts: Sequence[Adapter]) -> None:
+        update = parts[0].updates[0]
+        wrong = dataclasses.replace(update, a_RI=update.a_RI[:, 1:])
+        load(adapter_id, [dataclasses.replace(parts[0], updates=(wrong,))])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ranks, "load_adapter", of_another_shape)
+        with pytest.raises(InvalidArgument, match="inputs"):
+            two.load_adapter("docs", "tiny-python-docstrings")
+    assert not pool.ids
+    assert not two.adapters
+    two.load_adapter("docs", "tiny-python-docstrings")
+    two.unload_adapter("docs")
 
 
 # -- one state, any layout -------------------------------------------------------------------------

@@ -222,12 +222,6 @@ class EngineConfig:
         ):
             if not supported:
                 raise _unsupported(name, getattr(self, name), accepted)
-        if self.tensor_parallel_size > 1 and self.adapters:
-            raise Unsupported(
-                f"adapters beside tensor_parallel_size {self.tensor_parallel_size} must be left out: this release divides none",
-                field="adapters",
-                given=self.adapters,
-            )
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> EngineConfig:

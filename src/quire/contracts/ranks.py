@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.base.types import SeqId
+from quire.contracts.adapters import Adapter
 
 
 class Group(Protocol):
@@ -59,6 +60,17 @@ class PeerRows(Protocol):
     ) -> None:
         """Write to each rank its part: planes for slots of a sequence that is being imported. Later
         steps see them. A rank that has removed the sequence ignores its part."""
+
+
+class PeerAdapters(Protocol):
+    """The adapters of the other ranks, as rank 0 loads and unloads them."""
+
+    def load_adapter(self, adapter_id: int, parts: Sequence[Adapter]) -> None:
+        """Let each of the others keep its part under this id. Raise the error of one that cannot;
+        ``unload_adapter`` then gives back what the others have."""
+
+    def unload_adapter(self, adapter_id: int) -> None:
+        """Let the others forget an adapter, if they have it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.base.types import SeqId
+from quire.contracts.adapters import Adapter
 
 FAILED = "failed"
 """Message and answer: the last step failed here."""
@@ -39,6 +40,21 @@ class Put:
     place: tuple[int, int]
     slots_N: NDArray[np.int64]
     planes: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadAdapter:
+    """Keep an adapter under this id; answer None, or the error."""
+
+    adapter_id: int
+    adapter: Adapter
+
+
+@dataclass(frozen=True, slots=True)
+class UnloadAdapter:
+    """Forget an adapter, if it is loaded."""
+
+    adapter_id: int
 
 
 class _Pickler(pickle.Pickler):

@@ -27,8 +27,9 @@ from torch import Tensor
 
 from quire.base.errors import RanksBroken
 from quire.base.types import SeqId
+from quire.contracts.adapters import Adapter
 from quire.runner import torch_group
-from quire.runner.rank_messages import FAILED, Put, Take, receive, send
+from quire.runner.rank_messages import FAILED, LoadAdapter, Put, Take, UnloadAdapter, receive, send
 from quire.runner.torch_group import ENDED
 
 ANSWER_SECONDS = 20.0
@@ -140,6 +141,21 @@ class Ranks:
     ) -> None:
         """See ``PeerRows``."""
         self.tell([Put(seq, place, slots_N, part) for part in parts[1:]])
+
+    # -- adapters ----------------------------------------------------------------------------------
+
+    def load_adapter(self, adapter_id: int, parts: Sequence[Adapter]) -> None:
+        """See ``PeerAdapters``."""
+        with self._asking:
+            self.tell([LoadAdapter(adapter_id, part) for part in parts])
+            answers = [self._answer(pipe, torch_group.HANG_SECONDS) for pipe in self._pipes]
+        for error in filter(None, answers):
+            raise error
+
+    def unload_adapter(self, adapter_id: int) -> None:
+        """See ``PeerAdapters``."""
+        with suppress(RanksBroken):
+            self.send(UnloadAdapter(adapter_id))
 
     # -- one pipe ----------------------------------------------------------------------------------
 

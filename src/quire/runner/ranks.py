@@ -12,12 +12,14 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import cast
 
+from quire.adapters.pool import AdapterPool
 from quire.base.errors import FailedPrecondition, QuireError, RanksBroken, Unsupported
 from quire.base.types import FinishImport, Import, Load, Remove, SeqId, Step
+from quire.contracts.adapters import Adapter
 from quire.kv import sequencefile
 from quire.kv.state import State
 from quire.runner.local import LocalRunner, StepOutput
-from quire.runner.rank_messages import FAILED, Put, Take, receive, send
+from quire.runner.rank_messages import FAILED, LoadAdapter, Put, Take, UnloadAdapter, receive, send
 from quire.runner.rank_processes import ANSWER_SECONDS, Ranks
 
 
@@ -127,6 +129,11 @@ def serve_steps(runner: LocalRunner, pipe: Connection) -> None:
                 if seq in state.parts.imports:
                     found = {name: plane.to(runner.device) for name, plane in planes.items()}
                     state.parts.storage(place).put(place[1], slots_N, found)
+            case LoadAdapter(adapter_id, adapter):
+                send(pipe, _loaded(runner.adapters, adapter, adapter_id))
+            case UnloadAdapter(adapter_id):
+                if adapter_id in runner.adapters.ids:
+                    runner.adapters.unload(adapter_id)
             case str():
                 send(pipe, FAILED if failed else None)
                 failed = False
@@ -137,3 +144,12 @@ def serve_steps(runner: LocalRunner, pipe: Connection) -> None:
                     runner.execute(message)
                 except QuireError:
                     failed = True
+
+
+def _loaded(pool: AdapterPool, adapter: Adapter, adapter_id: int) -> QuireError | None:
+    """Load a rank's part; return the error."""
+    try:
+        pool.load(adapter, adapter_id)
+    except QuireError as error:
+        return error
+    return None
