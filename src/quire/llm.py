@@ -22,7 +22,7 @@ import torch
 from rich.console import RenderableType
 
 from quire.base.config import EngineConfig, check_int
-from quire.base.errors import InvalidArgument, Unsupported
+from quire.base.errors import InvalidArgument
 from quire.base.hints import CacheHints
 from quire.base.interrupts import uninterrupted
 from quire.base.outputs import BeamSearchOutput, RequestOutput, WarmedSegment
@@ -533,9 +533,6 @@ class LLM:
         """Return the executor contract over the same weights and pages. It is a new one after
         ``shutdown`` and after an error of the device."""
         self._requests.require_open("executor")
-        if (size := self._parts.config.tensor_parallel_size) > 1:
-            reason = "an executor's logits and KV caches need all heads in one process; take 1, or the LLM's own verbs"
-            raise Unsupported(f"executor: tensor_parallel_size is {size}: {reason}", field="tensor_parallel_size")
         with self._engine.lock:
             if self._executor is None or not self._executor.is_usable:
                 if self._executor is not None:

@@ -49,7 +49,7 @@ def main(descriptor: int) -> None:
         )
         send(pipe, None)
         adapters = make_adapters(model, config.adapter_ranks, config.adapter_memory)
-        serve_steps(LocalRunner(model, state, device, adapters), pipe)
+        serve_steps(LocalRunner(model, state, device, adapters, has_logits=False), pipe)
 
 
 def _loaded(part: RankPart) -> LoadedModel:

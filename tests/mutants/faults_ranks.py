@@ -39,8 +39,8 @@ MUTANTS = (
     Mutant(
         name="ranks-replay-no-edits",
         file="runner/ranks.py",
-        old="                    runner.execute(message)\n",
-        new="                    runner.execute(message) if message.chunks else None\n",
+        old="output = runner.execute(message)",
+        new="output = runner.execute(replace(message, edits=()))",
         tests=(f"{RANKS}::test_sessions_fork_rewind_and_edit",),
     ),
     Mutant(

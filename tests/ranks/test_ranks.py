@@ -21,6 +21,7 @@ from quire import LLM, SamplingParams
 from quire.base.errors import InvalidArgument, QuireError, RanksBroken, ResourceExhausted, Unsupported
 from quire.base.types import Chunk, Step
 from quire.contracts.adapters import Adapter
+from quire.contracts.executor import DecodeInput, PrefillInput
 from quire.contracts.ranks import Share
 from quire.runner import torch_group
 from quire.runner.ranks import RankedRunner
@@ -160,9 +161,31 @@ def test_drafts_and_preemptions() -> None:
     assert found[0] == found[1]
 
 
-def test_what_needs_all_heads_is_refused(two: LLM) -> None:
-    with pytest.raises(Unsupported, match="tensor_parallel_size"):
-        _ = two.executor
+def test_executors(one: LLM, two: LLM) -> None:
+    """Logits of whole prompts, attention weights, a cache's bytes, a rewind, verified drafts."""
+    tokens = torch.randint(0, one.model.vocab_size, (1, 70), generator=torch.Generator().manual_seed(3))
+    found: list[list[Tensor]] = []
+    written: list[bytes] = []
+    for llm in (one, two):
+        executor = llm.executor
+        cache = executor.create_kv_cache()
+        output = executor.prefill(PrefillInput(input_ids=tokens, kv_cache=cache, output_attentions=True))
+        if written:
+            cache.load(written[0])
+            assert cache.serialize() == written[0]
+        written.append(cache.serialize())
+        steps = [executor.decode(DecodeInput(input_ids=tokens[:, at : at + 1], kv_cache=cache)) for at in range(3)]
+        executor.truncate_kv(cache, tokens.shape[1])
+        drafts = [DecodeInput(input_ids=tokens[:, at : at + 1], kv_cache=cache) for at in range(3)]
+        verified = executor.forward_verify(drafts)
+        assert output.logits is not None
+        assert output.attention_weights is not None
+        found.append([output.logits, *(one.logits for one in (*steps, *verified)), *output.attention_weights])
+        cache.release()
+    for mine, theirs in zip(*found, strict=True):
+        assert mine.shape == theirs.shape
+        # Each rank adds half of a sum: the rounding of another order, as for log-probabilities.
+        assert (mine - theirs).abs().max() <= TINY_PYTHON * max(1.0, float(theirs.abs().max()))
 
 
 def test_adapters(one: LLM, two: LLM, tmp_path: Path) -> None:
@@ -245,6 +268,9 @@ def test_rows_are_read_and_written(one: LLM, two: LLM, tmp_path: Path) -> None:
             for session in (ours, theirs):
                 session.set_kv(layer, v=values[2:5].flip(1) * 2, start=2)
         assert ours.norms(1).norms["k"].shape == theirs.norms(1).norms["k"].shape
+        views = [session.attention(5, layer=1).weights for session in (ours, theirs)]
+        # Weights of at most 1, of scores that differ by rounding.
+        assert views[0] == pytest.approx(views[1], rel=0, abs=TINY_PYTHON)
         for layer in range(3):
             for name, expected in theirs.kv(layer).items():
                 # The file lacks the last token, which each has computed.

@@ -130,13 +130,21 @@ class LocalRunner:
     """Runs on the device that holds the model and the state."""
 
     def __init__(
-        self, model: Model, state: ModelState, device: torch.device, adapters: AdapterPool | None = None
+        self,
+        model: Model,
+        state: ModelState,
+        device: torch.device,
+        adapters: AdapterPool | None = None,
+        *,
+        has_logits: bool = True,
     ) -> None:
-        """Make a runner; ``adapters`` None: no adapter can change the model."""
+        """Make a runner; ``adapters`` None: no adapter can change the model. ``has_logits`` False:
+        those of its head are not the model's, and it keeps none."""
         self.adapters = AdapterPool.without_sites() if adapters is None else adapters
         self.model = model
         self.state = state
         self.device = device
+        self._has_logits = has_logits
         self._seqs = itertools.count()
         self._no_logits = torch.empty(0, model.vocab_size, device=device)
         self.room = Room()
@@ -266,7 +274,7 @@ class LocalRunner:
         with torch.no_grad():
             if inputs.places:
                 # The adapters' work on the head is planned for all rows.
-                places = self._tensors_at(inputs.places, np.diff(starts).tolist())
+                places = self._tensors_at(inputs.places, np.diff(starts).tolist()) if self._has_logits else None
                 self._head_to(x_RE, places, HEAD_ROWS if plain else max(1, starts[-1]))
                 del places
                 starts = (0,) * len(starts)
@@ -327,12 +335,13 @@ class LocalRunner:
             for place, count in zip(places, counts, strict=True)
         ]
 
-    def _head_to(self, x_RE: Tensor, places: Sequence[Tensor], most: int) -> None:
-        """Write the logits of all rows to their destinations, ``most`` rows at a time."""
+    def _head_to(self, x_RE: Tensor, places: Sequence[Tensor] | None, most: int) -> None:
+        """Write the logits of all rows to their destinations, if there are any, ``most`` rows at a
+        time."""
         chunk = offset = 0
         for begin in range(0, len(x_RE), most):
             logits_RV = self.model.head(x_RE[begin : begin + most])
-            while len(logits_RV):
+            while places is not None and len(logits_RV):
                 count = min(len(places[chunk]) - offset, len(logits_RV))
                 places[chunk][offset : offset + count] = logits_RV[:count]
                 logits_RV, offset = logits_RV[count:], offset + count

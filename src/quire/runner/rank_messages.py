@@ -57,6 +57,10 @@ class UnloadAdapter:
     adapter_id: int
 
 
+WEIGHTS = "weights"
+"""Answer with the attention weights of the last step, as in ``StepOutput``: all and observed."""
+
+
 class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, Tensor):

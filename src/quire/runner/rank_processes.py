@@ -29,7 +29,7 @@ from quire.base.errors import RanksBroken
 from quire.base.types import SeqId
 from quire.contracts.adapters import Adapter
 from quire.runner import torch_group
-from quire.runner.rank_messages import FAILED, LoadAdapter, Put, Take, UnloadAdapter, receive, send
+from quire.runner.rank_messages import FAILED, WEIGHTS, LoadAdapter, Put, Take, UnloadAdapter, receive, send
 from quire.runner.torch_group import ENDED
 
 ANSWER_SECONDS = 20.0
@@ -141,6 +141,13 @@ class Ranks:
     ) -> None:
         """See ``PeerRows``."""
         self.tell([Put(seq, place, slots_N, part) for part in parts[1:]])
+
+    def last_weights(self) -> list[tuple[Any, Any]]:
+        """Return the attention weights of the last step, of the heads of each of the others: as
+        ``StepOutput.attention_weights`` and ``observed``."""
+        with self._asking:
+            self.send(WEIGHTS)
+            return [self._answer(pipe, torch_group.HANG_SECONDS) for pipe in self._pipes]
 
     # -- adapters ----------------------------------------------------------------------------------
 

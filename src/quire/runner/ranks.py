@@ -12,6 +12,8 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import cast
 
+import torch
+
 from quire.adapters.pool import AdapterPool
 from quire.base.errors import FailedPrecondition, QuireError, RanksBroken, Unsupported
 from quire.base.types import FinishImport, Import, Load, Remove, SeqId, Step
@@ -19,7 +21,7 @@ from quire.contracts.adapters import Adapter
 from quire.kv import sequencefile
 from quire.kv.state import State
 from quire.runner.local import LocalRunner, StepOutput
-from quire.runner.rank_messages import FAILED, LoadAdapter, Put, Take, UnloadAdapter, receive, send
+from quire.runner.rank_messages import FAILED, WEIGHTS, LoadAdapter, Put, Take, UnloadAdapter, receive, send
 from quire.runner.rank_processes import ANSWER_SECONDS, Ranks
 
 
@@ -30,7 +32,7 @@ class RankedRunner:
         """Wrap the runner of rank 0's part."""
         self.model, self.state, self.room, self.adapters = inner.model, inner.state, inner.room, inner.adapters
         self.transfers, self.row_sources, self.logits = inner.transfers, inner.row_sources, inner.logits
-        self.files = inner.files
+        self.files, self.device = inner.files, inner.device
         self.ranks, self._inner = ranks, inner
 
     @property
@@ -61,7 +63,8 @@ class RankedRunner:
                 self._run(Step(edits=step.edits))
                 raise
             step = replace(step, awaited=())
-        return self._run(step)
+        output = self._run(step)
+        return self._with_all_weights(output) if output.attention_weights or output.observed else output
 
     def _run(self, step: Step) -> StepOutput:
         try:
@@ -77,6 +80,22 @@ class RankedRunner:
         except BaseException:
             self.ranks.confirm_failure()
             raise
+
+    def _with_all_weights(self, output: StepOutput) -> StepOutput:
+        """Return the output with the attention weights of all query heads."""
+        parts = [(output.attention_weights, output.observed), *self.ranks.last_weights()]
+        every = [
+            tuple(torch.cat([one.to(self.device) for one in heads]) for heads in zip(*chunks, strict=True))
+            for chunks in zip(*(weights for weights, _ in parts), strict=True)
+        ]
+        observed = {
+            layer: tuple(
+                torch.cat([one.to(self.device) for one in heads])
+                for heads in zip(*(own[layer] for _, own in parts), strict=True)
+            )
+            for layer in output.observed
+        }
+        return replace(output, attention_weights=tuple(every), observed=observed)
 
     def _load(self, edit: Load) -> StepOutput:
         """Make a sequence from a file; each rank gets its heads."""
@@ -105,18 +124,14 @@ def refusal(step: Step) -> str:
         return "ranks do not share cached rows"
     if any(isinstance(edit, Load) for edit in step.edits) and (step.chunks or len(step.edits) > 1):
         return "a state file is loaded by a step of its own"
-    inputs = step.inputs
-    if inputs.attention_weights or inputs.observed:
-        return "attention weights are of all heads"
-    if inputs.places or inputs.drawn is not None:
-        return "logits and tokens stay on rank 0"
-    return ""
+    return "" if step.inputs.drawn is None else "tokens are drawn on rank 0"
 
 
 def serve_steps(runner: LocalRunner, pipe: Connection) -> None:
     """Do what rank 0 sends, until it ends. A step's error is rank 0's to report if it has the same;
     if it has none, end, so that rank 0 notices."""
     state, failed = cast(State, runner.state), False
+    weights: tuple[object, object] = ((), {})
     while not failed or pipe.poll(ANSWER_SECONDS):
         try:
             message = receive(pipe)
@@ -134,6 +149,8 @@ def serve_steps(runner: LocalRunner, pipe: Connection) -> None:
             case UnloadAdapter(adapter_id):
                 if adapter_id in runner.adapters.ids:
                     runner.adapters.unload(adapter_id)
+            case str() if message == WEIGHTS:
+                send(pipe, weights)
             case str():
                 send(pipe, FAILED if failed else None)
                 failed = False
@@ -141,7 +158,8 @@ def serve_steps(runner: LocalRunner, pipe: Connection) -> None:
                 return
             case _:
                 try:
-                    runner.execute(message)
+                    output = runner.execute(message)
+                    weights = output.attention_weights, output.observed
                 except QuireError:
                     failed = True
 
