@@ -231,7 +231,7 @@ def _build(config: EngineConfig, path: Path, ranks: Ranks | None, *, progress: b
         division=None if ranks is None else DividedRows(Share(0, ranks.size), model.whole_specs, ranks),
     )
     interval = checkpoint_interval(config, model.layer_specs, format)
-    local = LocalRunner(model, state, device, adapters)
+    local = LocalRunner(model, state, device, adapters, group)
     runner: Runner = local
     if ranks is not None:
         ranks.wait()

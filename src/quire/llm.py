@@ -22,7 +22,7 @@ import torch
 from rich.console import RenderableType
 
 from quire.base.config import EngineConfig, check_int
-from quire.base.errors import InvalidArgument
+from quire.base.errors import InvalidArgument, Unsupported
 from quire.base.hints import CacheHints
 from quire.base.interrupts import uninterrupted
 from quire.base.outputs import BeamSearchOutput, RequestOutput, WarmedSegment
@@ -124,6 +124,9 @@ class LLM:
         config = EngineConfig.from_mapping(given)
         checked_part("blend_retriever", blend_retriever, "new_request")
         checked_part("blend_executor", blend_executor, "blend")
+        if blend_executor is not None and config.tensor_parallel_size > 1:
+            allowed = "left out beside tensor_parallel_size: it chooses among rows of all heads"
+            raise Unsupported(field="blend_executor", given=blend_executor, allowed=allowed)
         # Before the model is loaded, which takes longer than to find that the directory is in use.
         journal = None if config.state_dir is None else SessionJournal(Path(config.state_dir))
         try:

@@ -9,6 +9,7 @@ import torch
 
 from quire.base.errors import QuireError
 from quire.build import RankPart, layer_kernels, make_adapters, make_state, rank_threads
+from quire.contracts.ranks import Group
 from quire.kernels.malloc import keep_freed_memory
 from quire.kv.divided_rows import DividedRows
 from quire.kv.plain_format import kv_format
@@ -27,7 +28,7 @@ def main(descriptor: int) -> None:
         part: RankPart = receive(pipe)
         send(pipe, None)
         try:
-            model = _loaded(part)
+            group, model = _loaded(part)
         except Exception as error:
             send(pipe, error if isinstance(error, QuireError) else QuireError(f"{part.share}: {error!r}"))
             with suppress(EOFError, OSError):
@@ -49,19 +50,20 @@ def main(descriptor: int) -> None:
         )
         send(pipe, None)
         adapters = make_adapters(model, config.adapter_ranks, config.adapter_memory)
-        serve_steps(LocalRunner(model, state, device, adapters, has_logits=False), pipe)
+        serve_steps(LocalRunner(model, state, device, adapters, group), pipe)
 
 
-def _loaded(part: RankPart) -> LoadedModel:
+def _loaded(part: RankPart) -> tuple[Group, LoadedModel]:
     config, device = part.config, torch.device(part.device)
     if device.type == "cpu":
         rank_threads(part.share.size)
         keep_freed_memory()
-    return load_model(
+    group = TorchGroup(part.share, device, part.meeting)
+    return group, load_model(
         part.path,
         device=device,
         dtype=config.dtype,
         max_model_len=config.max_model_len,
         kernels=layer_kernels(device, config.quantization),
-        group=TorchGroup(part.share, device, part.meeting),
+        group=group,
     )

@@ -81,7 +81,7 @@ MUTANTS = (
     Mutant(
         name="ranks-write-all-heads-of-a-write-alike",
         file="kv/stored_rows.py",
-        old="            new_k, new_v = (state.division.own_heads(new, heads) for new in (new_k, new_v))\n",
+        old="            new_k, new_v = (state.division.heads_of(rank, new, heads) for new in (new_k, new_v))\n",
         new="            new_k, new_v = (new[:, :heads] for new in (new_k, new_v))\n",
         tests=(f"{ROWS}::test_overwritten_rows[2-4-2]",),
     ),

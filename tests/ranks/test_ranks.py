@@ -19,6 +19,8 @@ from torch import Tensor
 
 from quire import LLM, SamplingParams
 from quire.base.errors import InvalidArgument, QuireError, RanksBroken, ResourceExhausted, Unsupported
+from quire.base.outputs import Blend
+from quire.base.segments import BlendParams, Segment
 from quire.base.types import Chunk, Step
 from quire.contracts.adapters import Adapter
 from quire.contracts.executor import DecodeInput, PrefillInput
@@ -306,6 +308,26 @@ def test_stores_know_no_ranks(one: LLM, tmp_path: Path) -> None:
             assert llm.checkout("trial").generate(GREEDY).outputs[0].token_ids == following
             if size == 2:
                 assert llm.resume("kept").tokens[-len(following) :] == following
+
+
+@pytest.mark.parametrize("select", ["v", "v_or_question"])
+def test_blended_prompts(one: LLM, two: LLM, select: Any) -> None:
+    """Ranks choose the same rows as one process, by sums over all heads; then by the attention of
+    the question, which runs first. A session's rows move."""
+    pieces = [Segment(LONG[:150]), Segment(LONG[150:]), "\n\ndef g("]
+    params = BlendParams(ratio=0.3, least=1, gate=False, select=select)
+    found: list[tuple[list[int], Blend, list[int]]] = []
+    for llm in (one, two):
+        llm.warm(pieces[:2])
+        (output,) = llm.generate([pieces], GREEDY, blend=params)
+        assert output.blend is not None
+        with llm.session(LONG) as session:
+            session.generate(GREEDY)
+            session.edit((0, 10), "# new\n", "blend", blend=params)
+            moved = session.generate(GREEDY).outputs[0].token_ids
+        found.append((output.outputs[0].token_ids, output.blend, moved))
+    assert found[0][1].blended > found[0][1].recomputed > 0
+    assert found[0] == found[1]
 
 
 def test_embeddings_go_to_all_ranks(one: LLM, two: LLM) -> None:

@@ -166,7 +166,10 @@ class PoolVerbs(Protocol):
         """Global ids of the recurrent layers, ascending."""
 
     def layer_spec(self, layer_id: int) -> LayerSpec:
-        """Return the spec of a layer; ``InvalidArgument`` for an unknown one."""
+        """Return the spec of a layer, with all heads; ``InvalidArgument`` for an unknown one."""
+
+    def own_spec(self, layer_id: int) -> LayerSpec:
+        """Return the spec of a layer, with the heads that are here: those of a rank, or all."""
 
     def unfused_layers(self) -> list[int]:
         """Return the ids in ``geometry.layer_ids`` of layers that form attention weights."""

@@ -64,9 +64,9 @@ class DividedRows:
         self._peers().put(seq, place, slots_N, parts)
         return parts[self.share.rank]
 
-    def own_heads(self, rows_NHD: Tensor, count: int) -> Tensor:
-        """Return this rank's heads, ``count`` of them, of rows of all heads."""
-        return rows_NHD.narrow(-2, self._piece(rows_NHD.shape[-2] // count, self.share.rank) * count, count)
+    def heads_of(self, rank: int, rows_NHD: Tensor, count: int) -> Tensor:
+        """Return a rank's heads, ``count`` of them, of rows of all heads."""
+        return rows_NHD.narrow(-2, self._piece(rows_NHD.shape[-2] // count, rank) * count, count)
 
     def _peers(self) -> PeerRows:
         if self.peers is None:

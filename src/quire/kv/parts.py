@@ -149,10 +149,14 @@ class StateParts:
 
     def layer_spec(self, layer_id: int) -> LayerSpec:
         """Return a layer of any kind, with all heads; ``InvalidArgument`` for an unknown id."""
+        return self.whole_specs.get(layer_id) or self.own_spec(layer_id)
+
+    def own_spec(self, layer_id: int) -> LayerSpec:
+        """Return a layer of any kind, with the heads that are here; ``InvalidArgument`` for an
+        unknown id."""
         if self.recurrent is not None and layer_id in self.recurrent.layer_ids:
             return self.recurrent.specs[self.recurrent.layer(layer_id)]
-        self.spec(layer_id)
-        return self.whole_specs[layer_id]
+        return self.spec(layer_id)
 
     @property
     def recurrent_ids(self) -> tuple[int, ...]:

@@ -542,6 +542,9 @@ class State:
     def layer_spec(self, layer_id: int) -> LayerSpec:
         return self.parts.layer_spec(layer_id)
 
+    def own_spec(self, layer_id: int) -> LayerSpec:
+        return self.parts.own_spec(layer_id)
+
     @cached_property
     def geometry(self) -> StateGeometry:
         return state_room.geometry(self.parts)

@@ -120,8 +120,8 @@ def debug_set_kv(
             continue
         new_v = (v if layer is not None else v[row]).to(state.device)
         if state.division is not None:
-            heads = geometry(one.spec).kv_heads
-            new_k, new_v = (state.division.own_heads(new, heads) for new in (new_k, new_v))
+            rank, heads = state.division.share.rank, geometry(one.spec).kv_heads
+            new_k, new_v = (state.division.heads_of(rank, new, heads) for new in (new_k, new_v))
         storage.write(one.index, slots, new_k, new_v)
 
 

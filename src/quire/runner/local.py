@@ -44,6 +44,7 @@ from quire.blend.forward import BlendedForward
 from quire.blend.row_sources import RowSources
 from quire.contracts.kv_state import ModelState
 from quire.contracts.model import Block, Model, OpenPass
+from quire.contracts.ranks import Group
 from quire.kv import layer_memory, sequencefile
 from quire.kv.rule_table import position_refusal, weights_refusal
 from quire.runner.reclaim import Room
@@ -135,21 +136,20 @@ class LocalRunner:
         state: ModelState,
         device: torch.device,
         adapters: AdapterPool | None = None,
-        *,
-        has_logits: bool = True,
+        group: Group | None = None,
     ) -> None:
-        """Make a runner; ``adapters`` None: no adapter can change the model. ``has_logits`` False:
-        those of its head are not the model's, and it keeps none."""
+        """Make a runner; ``adapters`` None: no adapter can change the model. ``group``: the ranks
+        that divide the model, of which only rank 0 has logits; None: it is whole."""
         self.adapters = AdapterPool.without_sites() if adapters is None else adapters
         self.model = model
         self.state = state
         self.device = device
-        self._has_logits = has_logits
+        self._has_logits = group is None or group.rank == 0
         self._seqs = itertools.count()
         self._no_logits = torch.empty(0, model.vocab_size, device=device)
         self.room = Room()
         self.transfers: dict[SeqId, Transfer] = {}
-        self.row_sources = RowSources(state)
+        self.row_sources = RowSources(state, None if group is None else group.sum)
         self.files: dict[SeqId, StateFile] = {}
         self.logits: dict[int, Tensor] = {}
         self._revision = 0

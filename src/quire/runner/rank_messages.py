@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.base.types import SeqId
+from quire.blend.rows_task import RowsPiece
 from quire.contracts.adapters import Adapter
 
 FAILED = "failed"
@@ -55,6 +56,24 @@ class UnloadAdapter:
     """Forget an adapter, if it is loaded."""
 
     adapter_id: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """The cached rows that the next step names, by name: of all layers, of the rank's heads."""
+
+    sources: Mapping[int, HeldRows]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeldRows:
+    """Cached rows that are all here (``blend.forward.RowSource``)."""
+
+    layers: Mapping[int, Sequence[RowsPiece]]
+
+    def pieces(self, layer_id: int) -> Sequence[RowsPiece]:
+        """See ``RowSource``."""
+        return self.layers[layer_id]
 
 
 WEIGHTS = "weights"

@@ -17,11 +17,26 @@ import torch
 from quire.adapters.pool import AdapterPool
 from quire.base.errors import FailedPrecondition, QuireError, RanksBroken, Unsupported
 from quire.base.types import FinishImport, Import, Load, Remove, SeqId, Step
+from quire.blend.forward import pieces_of
+from quire.blend.rows_task import RowsPiece
 from quire.contracts.adapters import Adapter
 from quire.kv import sequencefile
+from quire.kv.parts import StateParts
 from quire.kv.state import State
+from quire.kv.storage import geometry
 from quire.runner.local import LocalRunner, StepOutput
-from quire.runner.rank_messages import FAILED, WEIGHTS, LoadAdapter, Put, Take, UnloadAdapter, receive, send
+from quire.runner.rank_messages import (
+    FAILED,
+    WEIGHTS,
+    HeldRows,
+    LoadAdapter,
+    Put,
+    Rows,
+    Take,
+    UnloadAdapter,
+    receive,
+    send,
+)
 from quire.runner.rank_processes import ANSWER_SECONDS, Ranks
 
 
@@ -56,14 +71,23 @@ class RankedRunner:
         match step.edits:
             case (Load() as edit,):
                 return self._load(edit)
-        if step.awaited:
+        if step.awaited or step.blend is not None:
             try:
                 self._wait(step)
+                parts = self._cached_rows(step)
             except BaseException:
                 self._run(Step(edits=step.edits))
                 raise
-            step = replace(step, awaited=())
-        output = self._run(step)
+            self.ranks.tell([Rows(part) for part in parts[1:]])
+            sources = self.row_sources.sources
+            given = {name: sources[name] for name in parts[0]}
+            sources.update(parts[0])
+            try:
+                output = self._run(replace(step, awaited=()))
+            finally:
+                sources.update(given)
+        else:
+            output = self._run(step)
         return self._with_all_weights(output) if output.attention_weights or output.observed else output
 
     def _run(self, step: Step) -> StepOutput:
@@ -117,11 +141,37 @@ class RankedRunner:
             for layer in self.state.geometry.layer_ids:
                 self.transfers[seq].wait(layer)
 
+    def _cached_rows(self, step: Step) -> list[dict[int, HeldRows]]:
+        """Return the cached rows that a step names, of each rank's heads. ``BlendLoadError``."""
+        parts: list[dict[int, HeldRows]] = [{} for _ in range(self.ranks.size)]
+        state = cast(State, self.state).parts
+        for chunk, one in enumerate(() if step.blend is None else step.blend.chunks):
+            if one is None or one.source not in self.row_sources.sources:
+                continue
+            source = self.row_sources.sources[one.source]
+            layers = {layer: pieces_of(source, layer, chunk) for layer in state.paged.layer_ids}
+            for rank, part in enumerate(parts):
+                part[one.source] = HeldRows(
+                    {
+                        layer: [_heads_of(state, layer, rank, piece) for piece in pieces]
+                        for layer, pieces in layers.items()
+                    }
+                )
+        return parts
+
+
+def _heads_of(state: StateParts, layer: int, rank: int, piece: RowsPiece) -> RowsPiece:
+    """Return the rows of a rank's heads."""
+    assert state.division is not None
+    count = geometry(state.spec(layer)).kv_heads
+    k, v = (state.division.heads_of(rank, rows, count) for rows in (piece.k, piece.v))
+    return piece._replace(k=k, v=v)
+
 
 def refusal(step: Step) -> str:
     """Return the reason why ranks cannot run a step; empty: they can."""
-    if step.blend is not None:
-        return "ranks do not share cached rows"
+    if step.blend is not None and step.blend.check_layer is None:
+        return "a blend executor of the caller's own chooses among rows of all heads"
     if any(isinstance(edit, Load) for edit in step.edits) and (step.chunks or len(step.edits) > 1):
         return "a state file is loaded by a step of its own"
     return "" if step.inputs.drawn is None else "tokens are drawn on rank 0"
@@ -144,6 +194,14 @@ def serve_steps(runner: LocalRunner, pipe: Connection) -> None:
                 if seq in state.parts.imports:
                     found = {name: plane.to(runner.device) for name, plane in planes.items()}
                     state.parts.storage(place).put(place[1], slots_N, found)
+            case Rows(sources):
+                named = {
+                    name: HeldRows(
+                        {layer: [_on(runner.device, one) for one in pieces] for layer, pieces in held.layers.items()}
+                    )
+                    for name, held in sources.items()
+                }
+                runner.row_sources.sources.update(named)
             case LoadAdapter(adapter_id, adapter):
                 send(pipe, _loaded(runner.adapters, adapter, adapter_id))
             case UnloadAdapter(adapter_id):
@@ -162,6 +220,11 @@ def serve_steps(runner: LocalRunner, pipe: Connection) -> None:
                     weights = output.attention_weights, output.observed
                 except QuireError:
                     failed = True
+                runner.row_sources.sources.clear()
+
+
+def _on(device: torch.device, piece: RowsPiece) -> RowsPiece:
+    return piece._replace(k=piece.k.to(device), v=piece.v.to(device))
 
 
 def _loaded(pool: AdapterPool, adapter: Adapter, adapter_id: int) -> QuireError | None:
