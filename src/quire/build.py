@@ -39,7 +39,7 @@ from quire.engine.named_adapters import NamedAdapters
 from quire.engine.step_builder import Limits
 from quire.executor.drafting import Drafting
 from quire.executor.executor import Executor
-from quire.executor.factory import Choices, Factory, check_flash, check_heads, check_length
+from quire.executor.factory import Choices, Factory, check_devices, check_flash, check_heads, check_length
 from quire.executor.reports import dtype_name
 from quire.kernels.block import native_blocks
 from quire.kernels.cores import limit_threads
@@ -217,8 +217,7 @@ def _build(config: EngineConfig, path: Path, ranks: Ranks | None, *, progress: b
     if ranks is not None and device.type == "cpu" and config.kv_cache_memory is None:
         budget = replace(budget, nbytes=budget.nbytes // ranks.size)
     sizes = pool_sizes(config, model.layer_specs, format, max_len, budget, slack=int(runs_ahead))
-    if ranks is not None:
-        ranks.tell([sizes] * (ranks.size - 1))
+    division = joined_division(ranks, sizes, model)
     state = make_state(
         model.layer_specs,
         sizes,
@@ -228,7 +227,7 @@ def _build(config: EngineConfig, path: Path, ranks: Ranks | None, *, progress: b
         config.attention_backend,
         padding=captures,
         slack=int(runs_ahead),
-        division=None if ranks is None else DividedRows(Share(0, ranks.size), model.whole_specs, ranks),
+        division=division,
     )
     interval = checkpoint_interval(config, model.layer_specs, format)
     local = LocalRunner(model, state, device, adapters, group)
@@ -322,11 +321,7 @@ RANK_MAIN = "from quire.rank_process import main; main"
 
 def meet(ranks: Ranks, config: EngineConfig, path: Path, device: torch.device) -> Group:
     """Let the other ranks begin to load their parts; return the group of all."""
-    if config.device == "auto" and device.type == "cuda" and torch.cuda.device_count() < ranks.size:
-        raise Unsupported(
-            f"tensor_parallel_size {ranks.size}: PyTorch sees {torch.cuda.device_count()} CUDA devices; give as many at most",
-            field="tensor_parallel_size",
-        )
+    check_devices(device, ranks.size)
     first = device.index or 0
     places = [str(device) if device.type == "cpu" else f"cuda:{first + rank}" for rank in range(ranks.size)]
     parts = [RankPart(config, path, places[rank], Share(rank, ranks.size), ranks.meeting) for rank in range(ranks.size)]
@@ -335,6 +330,14 @@ def meet(ranks: Ranks, config: EngineConfig, path: Path, device: torch.device) -
     if device.type == "cpu":
         rank_threads(ranks.size)
     return TorchGroup(parts[0].share, device, ranks.meeting)
+
+
+def joined_division(ranks: Ranks | None, sizes: PoolSizes, model: LoadedModel) -> DividedRows | None:
+    """Let the other ranks make their states; return the division of all rows. None: no ranks."""
+    if ranks is None:
+        return None
+    ranks.send(sizes)
+    return DividedRows(Share(0, ranks.size), model.whole_specs, ranks)
 
 
 def rank_threads(size: int) -> None:
@@ -713,6 +716,18 @@ def eos_ids(
 def make_executor(config: ExecutorConfig, choices: Choices) -> Executor:
     """Load a model and put an executor with a pool of its own around it."""
     path = resolve_model(choices.model)
+    if choices.num_ranks == 1:
+        return _make_executor(config, choices, path, None)
+    check_division(path, choices.num_ranks, config.max_sequence_length)
+    ranks = Ranks(choices.num_ranks, RANK_MAIN)
+    try:
+        return _make_executor(config, choices, path, ranks)
+    except BaseException:
+        ranks.close()
+        raise
+
+
+def _make_executor(config: ExecutorConfig, choices: Choices, path: Path, ranks: Ranks | None) -> Executor:
     device, size = choices.device, choices.page_size
     if device.type == "cpu":
         limit_threads()
@@ -729,6 +744,7 @@ def make_executor(config: ExecutorConfig, choices: Choices) -> Executor:
         page_size=size,
         attention_backend=choices.attention_backend,
     )
+    group = None if ranks is None else meet(ranks, limits, path, device)
     speculation = None
     if choices.executor_type is ExecutorType.SPECULATIVE:
         speculation = read_speculation("speculative", config.executor_options.get("speculative")) or Speculation()
@@ -737,8 +753,10 @@ def make_executor(config: ExecutorConfig, choices: Choices) -> Executor:
         """Check the limits that depend on the model; return the bytes of its pools. ``weights``:
         bytes of weights that are not loaded yet."""
         check_length(config, model.max_position)
-        if model.layer_specs:
-            check_heads(config, [spec for spec in model.layer_specs if isinstance(spec, ATTENTION)])
+        # Of a rank's part the outline does not know all heads; the model does.
+        specs = model.layer_specs if ranks is None else getattr(model, "whole_specs", ())
+        if specs:
+            check_heads(config, [spec for spec in specs if isinstance(spec, ATTENTION)])
         if memory.memory_pool_size is None:
             budget = free_budget(device, memory.max_memory_usage / 100, weights)
         else:
@@ -758,7 +776,10 @@ def make_executor(config: ExecutorConfig, choices: Choices) -> Executor:
         max_model_len=config.max_sequence_length,
         kernels=layer_kernels(device),
         before_weights=lambda outline: budget_of(outline, outline.weight_bytes),
+        group=group,
     )
+    if ranks is not None:
+        ranks.wait()
     if (rule := length_rule_of(model)) is not None and rule.inexact:
         logger.warning(rule.inexact.replace("max_model_len", "max_sequence_length"))
     draft = None
@@ -771,12 +792,19 @@ def make_executor(config: ExecutorConfig, choices: Choices) -> Executor:
             longest = config.max_sequence_length
             proposer, budget = make_draft_model(limits, draft, model, budget, format, device, longest)
         arguments["drafting"] = Drafting(proposer, speculation.depth, model.vocab_size)
+    if ranks is not None and device.type == "cpu" and memory.memory_pool_size is None:
+        budget = replace(budget, nbytes=budget.nbytes // ranks.size)
     sizes = sizes_of(model, budget)
-    state = make_state(model.layer_specs, sizes, size, format, device, choices.attention_backend)
+    division = joined_division(ranks, sizes, model)
+    state = make_state(model.layer_specs, sizes, size, format, device, choices.attention_backend, division=division)
     arguments["fallbacks"] = check_flash(config, state)
     if sizes.window_tokens is not None:
         arguments["prefill_chunk_size"] = sizes.step_tokens
-    runner = LocalRunner(model, state, device, make_adapters(model))
+    runner: Runner = LocalRunner(model, state, device, make_adapters(model, peers=ranks), group)
+    if ranks is not None:
+        ranks.wait()
+        runner = RankedRunner(cast(LocalRunner, runner), ranks)
+        arguments["on_shutdown"] = ranks.close
     return Executor(runner, identity=Identity(path, model), **arguments)
 
 

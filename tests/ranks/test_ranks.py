@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,10 +18,12 @@ from tests.exact import TINY_PYTHON
 from torch import Tensor
 
 from quire import LLM, SamplingParams
+from quire.base.config import AttentionConfig, ExecutorConfig, MemoryConfig
 from quire.base.errors import InvalidArgument, QuireError, RanksBroken, ResourceExhausted, Unsupported
 from quire.base.outputs import Blend
 from quire.base.segments import BlendParams, Segment
 from quire.base.types import Chunk, Step
+from quire.build import EXECUTOR_FACTORY
 from quire.contracts.adapters import Adapter
 from quire.contracts.executor import DecodeInput, PrefillInput
 from quire.contracts.ranks import Share
@@ -394,16 +396,43 @@ def test_a_rank_that_is_killed_at_a_save_leaves_no_file(tmp_path: Path, monkeypa
         assert len(llm.engine.runner.state.sequence_ids()) == 1
 
 
-def test_a_rank_that_hangs_ends_requests_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_group, "HANG_SECONDS", 1.0)
-    with made(2) as llm:
-        (process,) = processes(llm)
-        os.kill(process.pid, signal.SIGSTOP)
-        started = time.monotonic()
-        (output,) = llm.generate([PROMPTS[0]], GREEDY)
-        assert time.monotonic() - started < 10
-        assert output.outputs[0].finish_reason == "error"
-        assert is_gone(process)
+def test_an_executor_of_its_own_whose_rank_hangs_in_the_end(one: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_group, "HANG_SECONDS", 4.0)
+    options = {"executor_type": "TensorParallel", "dtype": "float32", "max_sequence_length": 64}
+    attention = AttentionConfig(attention_type="GroupedQuery")  # of all heads; a rank's share one KV head
+    pool = MemoryConfig(memory_pool_size="4MiB")
+    executor = EXECUTOR_FACTORY.create_executor(
+        ExecutorConfig(model_info="tiny-python", attention_config=attention, memory_config=pool, **options)
+    )
+    assert executor.executor_type == "TensorParallel"
+    assert executor.capabilities().supports_tensor_parallelism
+    assert executor.info().num_parameters == one.executor.info().num_parameters
+    tokens = torch.arange(20, 40)[None]
+    found = executor.prefill(PrefillInput(input_ids=tokens))
+    expected = one.executor.prefill(PrefillInput(input_ids=tokens)).logits
+    assert found.logits is not None
+    assert expected is not None
+    # As for log-probabilities.
+    assert (found.logits - expected).abs().max() <= TINY_PYTHON
+    (process,) = cast(RankedRunner, executor.pool.runner).ranks._processes
+    os.kill(process.pid, signal.SIGSTOP)
+    started = time.monotonic()
+    with pytest.raises(RanksBroken, match="does not answer"):
+        executor.decode(DecodeInput(input_ids=tokens[:, :1], kv_cache=found.kv_cache))
+    assert time.monotonic() - started < 20
+    assert is_gone(process)
+    executor.shutdown()
+
+
+def test_an_executor_whose_heads_do_not_divide_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a rank was started"))
+    config = ExecutorConfig(
+        model_info="tiny-python", executor_type="TensorParallel", executor_options={"tensor_parallel_size": 3}
+    )
+    with pytest.raises(Unsupported, match="4 query heads do not divide by 3"):
+        EXECUTOR_FACTORY.create_executor(config)
+    with pytest.raises(InvalidArgument, match="belongs to executor_type 'TensorParallel'"):
+        ExecutorConfig(model_info="tiny-python", executor_options={"tensor_parallel_size": 2})
 
 
 @pytest.mark.parametrize("is_noticed", [False, True], ids=["at-the-answer", "when-told"])

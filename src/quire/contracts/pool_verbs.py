@@ -47,6 +47,8 @@ class StateGeometry:
     """Tokens between recurrent states that are kept automatically; 0: none are."""
     ring: int
     """Most recent recurrent states that each sequence keeps while there is room."""
+    num_ranks: int
+    """Number of processes among which the heads are divided."""
 
     @property
     def keeping_layers(self) -> tuple[int, ...]:

@@ -66,6 +66,7 @@ def geometry(state: StateParts) -> StateGeometry:
         state_bytes=0 if states is None else state.page_bytes[-1],
         interval=0 if states is None else states.interval,
         ring=0 if states is None else states.ring,
+        num_ranks=1 if state.division is None else state.division.share.size,
     )
 
 
