@@ -65,6 +65,13 @@ MUTANTS = (
         tests=(f"{ROWS}::test_ranks_export_and_import_what_one_state_does[4-4-2-plain-torch.float32]",),
     ),
     Mutant(
+        name="ranks-choose-rows-by-their-own-heads",
+        file="runner/local.py",
+        old="RowSources(state, None if group is None else group.sum)",
+        new="RowSources(state)",
+        tests=(f"{RANKS}::test_blended_prompts[v]",),
+    ),
+    Mutant(
         name="ranks-add-an-adapter-of-all-inputs",
         file="adapters/divided.py",
         old="a_RI=own.cut(update.a_RI).contiguous() if columns else update.a_RI,",

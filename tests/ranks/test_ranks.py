@@ -441,9 +441,11 @@ def test_a_rank_that_is_killed_ends_requests_with_an_error(is_noticed: bool) -> 
     with made(2) as llm:
         texts(llm)
         (process,) = processes(llm)
+        assert not runner_of(llm).fault
         os.kill(process.pid, signal.SIGKILL)
         if is_noticed:
             process.wait(10)
+            assert "load the model again" in runner_of(llm).fault
         (output,) = llm.generate([PROMPTS[0]], GREEDY)
         assert output.outputs[0].finish_reason == "error"
         assert "load the model again" in str(output.outputs[0].error)

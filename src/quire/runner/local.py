@@ -116,6 +116,10 @@ class Runner(Protocol):
     def revision(self) -> int:
         """Number of executed steps, including steps without chunks."""
 
+    @property
+    def fault(self) -> str:
+        """The reason why no forward can run any more; empty: they can."""
+
     def execute(self, step: Step) -> StepOutput:
         """Apply the edits in order, then run the chunks as one forward."""
 
@@ -162,6 +166,11 @@ class LocalRunner:
     def revision(self) -> int:
         """See ``Runner``."""
         return self._revision
+
+    @property
+    def fault(self) -> str:
+        """See ``Runner``."""
+        return ""
 
     def execute(self, step: Step) -> StepOutput:
         """See ``Runner``. A failure undoes the forward: the state is as after the edits."""

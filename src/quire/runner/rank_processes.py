@@ -76,6 +76,11 @@ class Ranks:
             self._processes.append(started)
             self._pipes.append(Connection(ours.detach()))
 
+    @property
+    def fault(self) -> str:
+        """The reason why no step can run; empty: steps can, as far as is known without one."""
+        return self.broken or (ENDED if any(one.poll() is not None for one in self._processes) else "")
+
     def tell(self, messages: Sequence[object]) -> None:
         """Send a message to each of the others. ``RanksBroken`` if one has ended."""
         with self._sending:

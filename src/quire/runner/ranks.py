@@ -55,6 +55,11 @@ class RankedRunner:
         """See ``Runner``."""
         return self._inner.revision
 
+    @property
+    def fault(self) -> str:
+        """See ``Runner``. A rank that hangs is found by the next step."""
+        return self.ranks.fault
+
     def new_seq(self) -> SeqId:
         """See ``Runner``."""
         return self._inner.new_seq()
