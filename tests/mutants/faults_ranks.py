@@ -3,6 +3,7 @@
 from tests.mutants.harness import Mutant
 
 DIVISION = "ranks/test_division.py"
+BLOCKS = "ranks/test_divided_blocks.py"
 ADAPTERS = "ranks/test_divided_adapters.py"
 RANKS = "ranks/test_ranks.py"
 ROWS = "ranks/test_divided_rows.py"
@@ -70,6 +71,13 @@ MUTANTS = (
         old="RowSources(state, None if group is None else group.sum)",
         new="RowSources(state)",
         tests=(f"{RANKS}::test_blended_prompts[v]",),
+    ),
+    Mutant(
+        name="ranks-cut-blocks-as-numbers",
+        file="weights/places.py",
+        old="inner, outer = (-(-count // unit) * size for count in (inner, outer))",
+        new="inner, outer = (count // size for count in (inner, outer))",
+        tests=(f"{BLOCKS}::test_blocks_of_gguf_files[case0-2]",),
     ),
     Mutant(
         name="ranks-add-an-adapter-of-all-inputs",
