@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,7 +28,7 @@ from quire.build import EXECUTOR_FACTORY
 from quire.contracts.adapters import Adapter
 from quire.contracts.executor import DecodeInput, PrefillInput
 from quire.contracts.ranks import Share
-from quire.runner import torch_group
+from quire.runner import rank_processes, torch_group
 from quire.runner.ranks import RankedRunner
 from quire.runner.torch_group import TorchGroup
 
@@ -281,6 +282,21 @@ def test_rows_are_read_and_written(one: LLM, two: LLM, tmp_path: Path) -> None:
                 assert torch.equal(ours.kv(layer)[name][:-1], expected[:-1])
         assert ours.generate(GREEDY).outputs[0].token_ids == theirs.generate(GREEDY).outputs[0].token_ids
         assert not torch.equal(kept.kv(0)["v"], ours.kv(0)["v"][: len(kept)])
+
+
+def test_an_interrupt_leaves_no_answer_unread(two: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(pipe: Connection) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return receive(pipe)
+
+    receive = rank_processes.receive
+    with two.session(PROMPTS[0]) as session:
+        expected = session.norms(0).norms["k"]
+        with monkeypatch.context() as patch:
+            patch.setattr(rank_processes, "receive", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                session.norms(1)  # reads without the engine's lock
+        assert (session.norms(0).norms["k"] == expected).all()
 
 
 LONG = "".join(f"def f{number}(x):\n    return x + {number}\n\n\n" for number in range(8))

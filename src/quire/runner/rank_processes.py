@@ -13,7 +13,6 @@ import struct
 import subprocess
 import sys
 import tempfile
-import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -26,6 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.base.errors import RanksBroken
+from quire.base.interrupts import Lock
 from quire.base.types import SeqId
 from quire.contracts.adapters import Adapter
 from quire.runner import torch_group
@@ -48,7 +48,8 @@ class Ranks:
         self.size = size
         self.broken = ""
         """The reason why no step can run any more; empty while steps can."""
-        self._sending, self._asking = threading.RLock(), threading.Lock()
+        # They keep signals back: what is begun is sent, and each answer is read.
+        self._sending, self._asking = Lock(), Lock()
         self._meeting = Path(tempfile.mkdtemp(prefix="quire-ranks-"))
         self.meeting = self._meeting / "store"
         """Where the ranks' groups meet."""
