@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -48,8 +49,14 @@ def one() -> Iterator[LLM]:
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[LLM]:
-    with made(2) as llm:
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the two ranks keep on disk."""
+    return tmp_path_factory.mktemp("kept")
+
+
+@pytest.fixture(scope="module")
+def two(kept: Path) -> Iterator[LLM]:
+    with made(2, store=(f"file://{kept}/store",), state_dir=kept / "state") as llm:
         yield llm
 
 
@@ -154,15 +161,18 @@ def test_sessions_fork_rewind_and_edit(one: LLM, two: LLM) -> None:
 
 
 def test_drafts_and_preemptions() -> None:
-    """Pages for less than the requests together; rejected drafts are popped on all ranks."""
-    options = {"kv_cache_memory": "512KiB", "max_model_len": 64, "speculative": "lookup"}
+    """Pages for less than the requests together: state goes out to memory and back. Rejected drafts
+    are popped on all ranks."""
+    options = {"kv_cache_memory": "512KiB", "max_model_len": 64, "speculative": "lookup", "host_memory": "8MiB"}
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     found = []
     for size in (1, 2):
         # A rank's pages are half as large.
         with made(size, **{**options, "kv_cache_memory": f"{512 // size}KiB"}) as llm:
             found.append(texts(llm, params))
-            assert llm.metrics()["quire:num_preemptions_total"] > 0
+            metrics = llm.metrics()
+            assert metrics["quire:num_preemptions_total"] > 0
+            assert metrics["quire:store_tokens_loaded_total"] > 0
     assert found[0] == found[1]
 
 
@@ -302,30 +312,42 @@ def test_an_interrupt_leaves_no_answer_unread(two: LLM, monkeypatch: pytest.Monk
 LONG = "".join(f"def f{number}(x):\n    return x + {number}\n\n\n" for number in range(8))
 
 
-def test_stores_know_no_ranks(one: LLM, tmp_path: Path) -> None:
-    """State goes out to memory when pages are short, and comes back. A later process with other
-    pages, of one rank or two, finds commits, sessions and prefixes."""
-    store = (f"file://{tmp_path}/store",)
-    prompts = [f"# {number}\n{LONG}" for number in range(3)]
-    expected = [output.outputs[0].token_ids for output in one.generate(prompts, GREEDY)]
-    with made(2, store=store, state_dir=tmp_path / "state", kv_cache_memory="1MiB", max_model_len=256) as llm:
-        for _ in range(2):
-            for prompt, tokens in zip(prompts, expected, strict=True):
-                assert llm.generate(prompt, GREEDY)[0].outputs[0].token_ids == tokens
-        assert llm.metrics()["quire:store_tokens_loaded_total"] > 0
-        session = llm.session(prompts[0], name="kept")
-        session.generate(GREEDY)
-        session.commit("trial")
-        following = session.generate(GREEDY).outputs[0].token_ids
+def test_stores_know_no_ranks(two: LLM, kept: Path, tmp_path: Path) -> None:
+    """Prefixes and commits of one process are those of two ranks, with other pages, and the
+    reverse; and so are sessions, when the ranks are gone."""
+    store = (f"file://{kept}/store",)
+    prompts = [f"# {number}\n{LONG}" for number in range(2)]
+
+    def found(llm: LLM, prompt: str) -> list[int]:
+        """The tokens that follow, of which the prompt's state came from the store."""
+        before = llm.metrics()["quire:store_tokens_loaded_total"]
+        (output,) = llm.generate(prompt, GREEDY)
+        assert llm.metrics()["quire:store_tokens_loaded_total"] - before >= len(output.prompt_token_ids) - 16
+        return output.outputs[0].token_ids
+
+    with made(1, store=store, page_size=32) as llm:
+        expected = llm.generate(prompts[0], GREEDY)[0].outputs[0].token_ids
+        with llm.session(prompts[0]) as session:
+            session.generate(GREEDY)
+            session.commit("of-one")
+            following = session.generate(GREEDY).outputs[0].token_ids
         assert llm.engine.stepper.stored.flush(10)
-    for size in (2, 1):
-        with made(size, store=store, page_size=32, **({"state_dir": tmp_path / "state"} if size == 2 else {})) as llm:
-            (output,) = llm.generate(prompts[1], GREEDY)
-            assert output.outputs[0].token_ids == expected[1]
-            assert output.num_cached_tokens >= len(output.prompt_token_ids) - 1
-            assert llm.checkout("trial").generate(GREEDY).outputs[0].token_ids == following
-            if size == 2:
-                assert llm.resume("kept").tokens[-len(following) :] == following
+    assert found(two, prompts[0]) == expected
+    assert two.checkout("of-one").generate(GREEDY).outputs[0].token_ids == following
+    expected = two.generate(prompts[1], GREEDY)[0].outputs[0].token_ids
+    two.reset_prefix_cache()
+    assert found(two, prompts[1]) == expected
+    with two.session(prompts[1], name="kept") as session:
+        session.generate(GREEDY)
+        session.commit("of-two")
+        following = session.generate(GREEDY).outputs[0].token_ids
+        tokens = session.tokens
+        assert two.engine.stepper.stored.flush(10)
+        shutil.copytree(kept / "state", tmp_path / "state")
+    with made(1, store=store, state_dir=tmp_path / "state", page_size=32) as llm:
+        assert found(llm, prompts[1]) == expected
+        assert llm.checkout("of-two").generate(GREEDY).outputs[0].token_ids == following
+        assert llm.resume("kept").tokens == tokens
 
 
 @pytest.mark.parametrize("select", ["v", "v_or_question"])
