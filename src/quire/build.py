@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
+from quire.adapters.divided import DividedAdapters
 from quire.adapters.peft import read_adapter
 from quire.adapters.pool import AdapterPool
 from quire.adapters.targets import embedding_of, linears_of, low_rank_refusal
@@ -38,7 +39,7 @@ from quire.engine.named_adapters import NamedAdapters
 from quire.engine.step_builder import Limits
 from quire.executor.drafting import Drafting
 from quire.executor.executor import Executor
-from quire.executor.factory import Choices, Factory, check_flash, check_heads, check_length
+from quire.executor.factory import Choices, Factory, check_devices, check_flash, check_heads, check_length
 from quire.executor.reports import dtype_name
 from quire.kernels.block import native_blocks
 from quire.kernels.cores import limit_threads
@@ -54,6 +55,7 @@ from quire.kernels.recurrence.triton_recurrence import fastest_recurrence
 from quire.kernels.rows.cpu_rows import native_rows
 from quire.kernels.rows.triton_rows import TritonRows
 from quire.kernels.triton_support import attention_problem, triton_problem
+from quire.kv.divided_rows import DividedRows
 from quire.kv.forward_need import pages_for
 from quire.kv.plain_format import kv_format
 from quire.kv.recurrent import bytes_per_state
@@ -93,8 +95,10 @@ from quire.runner.pool_budget import (
     sequence_bytes,
     short_pool,
 )
-from quire.runner.ranks import RankedRunner, Ranks, TorchGroup
+from quire.runner.rank_processes import Ranks
+from quire.runner.ranks import RankedRunner
 from quire.runner.row_dependence import content_dependence, row_dependence
+from quire.runner.torch_group import TorchGroup
 from quire.sampling.seen_tokens import SeenTokens
 from quire.speculation.draft_model import DraftModel, check_vocabulary, check_vocabulary_size
 from quire.speculation.heads import Heads
@@ -199,11 +203,7 @@ def _build(config: EngineConfig, path: Path, ranks: Ranks | None, *, progress: b
         tokenizer.check_fits(model.vocab_size)
     max_len = longest_of(config, model.max_position)
     format = kv_format(config.kv_dtype, model.dtype)
-    adapters = (
-        make_adapters(model, config.adapter_ranks, config.adapter_memory)
-        if ranks is None
-        else AdapterPool.without_sites(f"adapters: tensor_parallel_size is {ranks.size}, and this release divides none")
-    )
+    adapters = make_adapters(model, config.adapter_ranks, config.adapter_memory, ranks)
     draft = None
     if speculation is not None:
         draft = load_drafter(config, speculation, path, model, tokenizer, device, max_len, progress)
@@ -220,8 +220,7 @@ def _build(config: EngineConfig, path: Path, ranks: Ranks | None, *, progress: b
     if ranks is not None and device.type == "cpu" and config.kv_cache_memory is None:
         budget = replace(budget, nbytes=budget.nbytes // ranks.size)
     sizes = pool_sizes(config, model.layer_specs, format, max_len, budget, slack=int(runs_ahead))
-    if ranks is not None:
-        ranks.tell([sizes] * (ranks.size - 1))
+    division = joined_division(ranks, sizes, model)
     state = make_state(
         model.layer_specs,
         sizes,
@@ -231,10 +230,10 @@ def _build(config: EngineConfig, path: Path, ranks: Ranks | None, *, progress: b
         config.attention_backend,
         padding=captures,
         slack=int(runs_ahead),
-        share=None if ranks is None else Share(0, ranks.size),
+        division=division,
     )
     interval = checkpoint_interval(config, model.layer_specs, format)
-    local = LocalRunner(model, state, device, adapters)
+    local = LocalRunner(model, state, device, adapters, group)
     runner: Runner = local
     if ranks is not None:
         ranks.wait()
@@ -254,7 +253,7 @@ def _build(config: EngineConfig, path: Path, ranks: Ranks | None, *, progress: b
         enable_prefix_caching=config.enable_prefix_caching,
         checkpoint_interval=interval,
         seed=config.seed,
-        stored=StoredState(runner, make_store(config) if ranks is None else None, identity),
+        stored=StoredState(runner, make_store(config), identity),
         speculation=speculation,
         proposer=proposer,
         dependence=row_dependence(model, state),
@@ -328,11 +327,7 @@ RANK_MAIN = "from quire.rank_process import main; main"
 
 def meet(ranks: Ranks, config: EngineConfig, path: Path, device: torch.device) -> Group:
     """Let the other ranks begin to load their parts; return the group of all."""
-    if config.device == "auto" and device.type == "cuda" and torch.cuda.device_count() < ranks.size:
-        raise Unsupported(
-            f"tensor_parallel_size {ranks.size}: PyTorch sees {torch.cuda.device_count()} CUDA devices; give as many at most",
-            field="tensor_parallel_size",
-        )
+    check_devices(device, ranks.size)
     first = device.index or 0
     places = [str(device) if device.type == "cpu" else f"cuda:{first + rank}" for rank in range(ranks.size)]
     parts = [RankPart(config, path, places[rank], Share(rank, ranks.size), ranks.meeting) for rank in range(ranks.size)]
@@ -341,6 +336,14 @@ def meet(ranks: Ranks, config: EngineConfig, path: Path, device: torch.device) -
     if device.type == "cpu":
         rank_threads(ranks.size)
     return TorchGroup(parts[0].share, device, ranks.meeting)
+
+
+def joined_division(ranks: Ranks | None, sizes: PoolSizes, model: LoadedModel) -> DividedRows | None:
+    """Let the other ranks make their states; return the division of all rows. None: no ranks."""
+    if ranks is None:
+        return None
+    ranks.send(sizes)
+    return DividedRows(Share(0, ranks.size), model.whole_specs, ranks)
 
 
 def rank_threads(size: int) -> None:
@@ -509,8 +512,11 @@ ADAPTER_SHARE = 0.125
 """Part of the free host memory that loaded adapters may take, without ``adapter_memory``."""
 
 
-def make_adapters(model: LoadedModel, ranks: int = 512, memory: int | str | None = None) -> AdapterPool:
-    """Return the pool of a model's adapters; it refuses all if no adapter can change the model."""
+def make_adapters(
+    model: LoadedModel, ranks: int = 512, memory: int | str | None = None, peers: Ranks | None = None
+) -> AdapterPool:
+    """Return the pool of a model's adapters; it refuses all if no adapter can change the model.
+    ``peers``: the other ranks, which keep their parts."""
     if reason := low_rank_refusal(model):
         return AdapterPool.without_sites(reason)
     if memory is None:
@@ -527,6 +533,7 @@ def make_adapters(model: LoadedModel, ranks: int = 512, memory: int | str | None
         rank_capacity=ranks,
         host_capacity=host,
         kernel=kernel,
+        division=None if peers is None else DividedAdapters(model.places, peers.size, peers),
     )
     if kernel is None and model.device.type == "cpu":
         pool.slowness = native_problem()
@@ -583,10 +590,10 @@ def make_state(
     *,
     padding: bool = False,
     slack: int = 0,
-    share: Share | None = None,
+    division: DividedRows | None = None,
 ) -> State:
     """Return the KV state for these layers; ``backend``: one of ``ATTENTION_BACKENDS``, of which
-    "auto" is the fastest on the device; ``padding``, ``slack``, ``share``: as ``State``'s."""
+    "auto" is the fastest on the device; ``padding``, ``slack``, ``division``: as ``State``'s."""
     pages = any(not isinstance(spec, Recurrent) for spec in specs)
     if backend == "auto":
         backend = fastest_attention(device)
@@ -606,7 +613,7 @@ def make_state(
         rows=layer_kernels(device).rows,
         padding=padding,
         slack=slack,
-        share=share,
+        division=division,
     )
 
 
@@ -715,6 +722,18 @@ def eos_ids(
 def make_executor(config: ExecutorConfig, choices: Choices) -> Executor:
     """Load a model and put an executor with a pool of its own around it."""
     path = resolve_model(choices.model)
+    if choices.num_ranks == 1:
+        return _make_executor(config, choices, path, None)
+    check_division(path, choices.num_ranks, config.max_sequence_length)
+    ranks = Ranks(choices.num_ranks, RANK_MAIN)
+    try:
+        return _make_executor(config, choices, path, ranks)
+    except BaseException:
+        ranks.close()
+        raise
+
+
+def _make_executor(config: ExecutorConfig, choices: Choices, path: Path, ranks: Ranks | None) -> Executor:
     device, size = choices.device, choices.page_size
     if device.type == "cpu":
         limit_threads()
@@ -731,6 +750,7 @@ def make_executor(config: ExecutorConfig, choices: Choices) -> Executor:
         page_size=size,
         attention_backend=choices.attention_backend,
     )
+    group = None if ranks is None else meet(ranks, limits, path, device)
     speculation = None
     if choices.executor_type is ExecutorType.SPECULATIVE:
         speculation = read_speculation("speculative", config.executor_options.get("speculative")) or Speculation()
@@ -739,8 +759,10 @@ def make_executor(config: ExecutorConfig, choices: Choices) -> Executor:
         """Check the limits that depend on the model; return the bytes of its pools. ``weights``:
         bytes of weights that are not loaded yet."""
         check_length(config, model.max_position)
-        if model.layer_specs:
-            check_heads(config, [spec for spec in model.layer_specs if isinstance(spec, ATTENTION)])
+        # Of a rank's part the outline does not know all heads; the model does.
+        specs = model.layer_specs if ranks is None else getattr(model, "whole_specs", ())
+        if specs:
+            check_heads(config, [spec for spec in specs if isinstance(spec, ATTENTION)])
         if memory.memory_pool_size is None:
             budget = free_budget(device, memory.max_memory_usage / 100, weights)
         else:
@@ -760,7 +782,10 @@ def make_executor(config: ExecutorConfig, choices: Choices) -> Executor:
         max_model_len=config.max_sequence_length,
         kernels=layer_kernels(device),
         before_weights=lambda outline: budget_of(outline, outline.weight_bytes),
+        group=group,
     )
+    if ranks is not None:
+        ranks.wait()
     if (rule := length_rule_of(model)) is not None and rule.inexact:
         logger.warning(rule.inexact.replace("max_model_len", "max_sequence_length"))
     draft = None
@@ -773,12 +798,19 @@ def make_executor(config: ExecutorConfig, choices: Choices) -> Executor:
             longest = config.max_sequence_length
             proposer, budget = make_draft_model(limits, draft, model, budget, format, device, longest)
         arguments["drafting"] = Drafting(proposer, speculation.depth, model.vocab_size)
+    if ranks is not None and device.type == "cpu" and memory.memory_pool_size is None:
+        budget = replace(budget, nbytes=budget.nbytes // ranks.size)
     sizes = sizes_of(model, budget)
-    state = make_state(model.layer_specs, sizes, size, format, device, choices.attention_backend)
+    division = joined_division(ranks, sizes, model)
+    state = make_state(model.layer_specs, sizes, size, format, device, choices.attention_backend, division=division)
     arguments["fallbacks"] = check_flash(config, state)
     if sizes.window_tokens is not None:
         arguments["prefill_chunk_size"] = sizes.step_tokens
-    runner = LocalRunner(model, state, device, make_adapters(model))
+    runner: Runner = LocalRunner(model, state, device, make_adapters(model, peers=ranks), group)
+    if ranks is not None:
+        ranks.wait()
+        runner = RankedRunner(cast(LocalRunner, runner), ranks)
+        arguments["on_shutdown"] = ranks.close
     return Executor(runner, identity=Identity(path, model), **arguments)
 
 

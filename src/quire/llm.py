@@ -124,6 +124,9 @@ class LLM:
         config = EngineConfig.from_mapping(given)
         checked_part("blend_retriever", blend_retriever, "new_request")
         checked_part("blend_executor", blend_executor, "blend")
+        if blend_executor is not None and config.tensor_parallel_size > 1:
+            allowed = "left out beside tensor_parallel_size: it chooses among rows of all heads"
+            raise Unsupported(field="blend_executor", given=blend_executor, allowed=allowed)
         # Before the model is loaded, which takes longer than to find that the directory is in use.
         journal = None if config.state_dir is None else SessionJournal(Path(config.state_dir))
         try:
@@ -533,9 +536,6 @@ class LLM:
         """Return the executor contract over the same weights and pages. It is a new one after
         ``shutdown`` and after an error of the device."""
         self._requests.require_open("executor")
-        if (size := self._parts.config.tensor_parallel_size) > 1:
-            reason = "an executor's logits and KV caches need all heads in one process; take 1, or the LLM's own verbs"
-            raise Unsupported(f"executor: tensor_parallel_size is {size}: {reason}", field="tensor_parallel_size")
         with self._engine.lock:
             if self._executor is None or not self._executor.is_usable:
                 if self._executor is not None:

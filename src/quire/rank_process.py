@@ -8,47 +8,62 @@ from multiprocessing.connection import Connection
 import torch
 
 from quire.base.errors import QuireError
-from quire.build import RankPart, layer_kernels, make_state, rank_threads
+from quire.build import RankPart, layer_kernels, make_adapters, make_state, rank_threads
+from quire.contracts.ranks import Group
 from quire.kernels.malloc import keep_freed_memory
+from quire.kv.divided_rows import DividedRows
 from quire.kv.plain_format import kv_format
 from quire.models.families import LoadedModel
 from quire.models.loading import load_model
 from quire.runner.local import LocalRunner
 from quire.runner.pool_budget import PoolSizes
-from quire.runner.ranks import TorchGroup, serve_steps
+from quire.runner.rank_messages import receive, send
+from quire.runner.ranks import serve_steps
+from quire.runner.torch_group import TorchGroup
 
 
 def main(descriptor: int) -> None:
     """Serve rank 0, at the other end of a socket: load, make the state, replay steps."""
     with Connection(descriptor) as pipe:
-        part: RankPart = pipe.recv()
-        pipe.send(None)
+        part: RankPart = receive(pipe)
+        send(pipe, None)
         try:
-            model = _loaded(part)
+            group, model = _loaded(part)
         except Exception as error:
-            pipe.send(error if isinstance(error, QuireError) else QuireError(f"{part.share}: {error!r}"))
+            send(pipe, error if isinstance(error, QuireError) else QuireError(f"{part.share}: {error!r}"))
             with suppress(EOFError, OSError):
-                pipe.recv()  # rank 0 may still be connecting to this one, and then finds the same error
+                receive(pipe)  # rank 0 may still be connecting to this one, and then finds the same error
             return
-        pipe.send(None)
-        sizes: PoolSizes = pipe.recv()
+        send(pipe, None)
+        sizes: PoolSizes = receive(pipe)
         config, device = part.config, torch.device(part.device)
         format = kv_format(config.kv_dtype, model.dtype)
-        state = make_state(model.layer_specs, sizes, config.page_size, format, device, config.attention_backend)
-        pipe.send(None)
-        serve_steps(LocalRunner(model, state, device), pipe)
+        division = DividedRows(part.share, model.whole_specs, None)
+        state = make_state(
+            model.layer_specs,
+            sizes,
+            config.page_size,
+            format,
+            device,
+            config.attention_backend,
+            division=division,
+        )
+        send(pipe, None)
+        adapters = make_adapters(model, config.adapter_ranks, config.adapter_memory)
+        serve_steps(LocalRunner(model, state, device, adapters, group), pipe)
 
 
-def _loaded(part: RankPart) -> LoadedModel:
+def _loaded(part: RankPart) -> tuple[Group, LoadedModel]:
     config, device = part.config, torch.device(part.device)
     if device.type == "cpu":
         rank_threads(part.share.size)
         keep_freed_memory()
-    return load_model(
+    group = TorchGroup(part.share, device, part.meeting)
+    return group, load_model(
         part.path,
         device=device,
         dtype=config.dtype,
         max_model_len=config.max_model_len,
         kernels=layer_kernels(device, config.quantization),
-        group=TorchGroup(part.share, device, part.meeting),
+        group=group,
     )

@@ -3,7 +3,10 @@
 from tests.mutants.harness import Mutant
 
 DIVISION = "ranks/test_division.py"
+BLOCKS = "ranks/test_divided_blocks.py"
+ADAPTERS = "ranks/test_divided_adapters.py"
 RANKS = "ranks/test_ranks.py"
+ROWS = "ranks/test_divided_rows.py"
 
 MUTANTS = (
     Mutant(
@@ -37,8 +40,8 @@ MUTANTS = (
     Mutant(
         name="ranks-replay-no-edits",
         file="runner/ranks.py",
-        old="                runner.execute(message)\n",
-        new="                runner.execute(message) if message.chunks else None\n",
+        old="output = runner.execute(message)",
+        new="output = runner.execute(replace(message, edits=()))",
         tests=(f"{RANKS}::test_sessions_fork_rewind_and_edit",),
     ),
     Mutant(
@@ -50,9 +53,51 @@ MUTANTS = (
     ),
     Mutant(
         name="ranks-break-on-every-failure",
-        file="runner/ranks.py",
-        old="if all(pipe.poll(ANSWER_SECONDS) and pipe.recv() == FAILED for pipe in self._pipes):",
-        new="if all(pipe.poll(ANSWER_SECONDS) and pipe.recv() is None for pipe in self._pipes):",
+        file="runner/rank_processes.py",
+        old="if all(self._answer(pipe, ANSWER_SECONDS) == FAILED for pipe in self._pipes):",
+        new="if all(self._answer(pipe, ANSWER_SECONDS) is None for pipe in self._pipes):",
         tests=(f"{RANKS}::test_a_step_that_fails_on_all_ranks_is_undone",),
+    ),
+    Mutant(
+        name="ranks-share-a-stored-head-in-turns",
+        file="kv/divided_rows.py",
+        old="return rank * pieces // self.share.size",
+        new="return rank % pieces",
+        tests=(f"{ROWS}::test_ranks_export_and_import_what_one_state_does[4-4-2-plain-torch.float32]",),
+    ),
+    Mutant(
+        name="ranks-choose-rows-by-their-own-heads",
+        file="runner/local.py",
+        old="RowSources(state, None if group is None else group.sum)",
+        new="RowSources(state)",
+        tests=(f"{RANKS}::test_blended_prompts[v]",),
+    ),
+    Mutant(
+        name="ranks-cut-blocks-as-numbers",
+        file="weights/places.py",
+        old="inner, outer = (-(-count // unit) * size for count in (inner, outer))",
+        new="inner, outer = (count // size for count in (inner, outer))",
+        tests=(f"{BLOCKS}::test_blocks_of_gguf_files[case0-2]",),
+    ),
+    Mutant(
+        name="ranks-add-an-adapter-of-all-inputs",
+        file="adapters/divided.py",
+        old="a_RI=own.cut(update.a_RI).contiguous() if columns else update.a_RI,",
+        new="a_RI=update.a_RI[:, : place.shape[1]].contiguous(),",
+        tests=(f"{ADAPTERS}::test_ranks_give_the_logits_of_the_merged_model[llama-biases-2]",),
+    ),
+    Mutant(
+        name="ranks-save-a-shared-head-twice",
+        file="kv/divided_rows.py",
+        old="return [piece * self.share.size // pieces for piece in range(pieces)]",
+        new="return list(range(self.share.size))",
+        tests=(f"{ROWS}::test_ranks_export_and_import_what_one_state_does[4-4-2-plain-torch.float32]",),
+    ),
+    Mutant(
+        name="ranks-write-all-heads-of-a-write-alike",
+        file="kv/stored_rows.py",
+        old="            new_k, new_v = (state.division.heads_of(rank, new, heads) for new in (new_k, new_v))\n",
+        new="            new_k, new_v = (new[:, :heads] for new in (new_k, new_v))\n",
+        tests=(f"{ROWS}::test_overwritten_rows[2-4-2]",),
     ),
 )

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,10 +20,18 @@ from tests.exact import TINY_PYTHON
 from torch import Tensor
 
 from quire import LLM, SamplingParams
-from quire.base.errors import QuireError, RanksBroken, ResourceExhausted, Unsupported
+from quire.base.config import AttentionConfig, ExecutorConfig, MemoryConfig
+from quire.base.errors import InvalidArgument, QuireError, RanksBroken, ResourceExhausted, Unsupported
+from quire.base.outputs import Blend
+from quire.base.segments import BlendParams, Segment
 from quire.base.types import Chunk, Step
+from quire.build import EXECUTOR_FACTORY
+from quire.contracts.adapters import Adapter
+from quire.contracts.executor import DecodeInput, PrefillInput
 from quire.contracts.ranks import Share
-from quire.runner.ranks import RankedRunner, TorchGroup
+from quire.runner import rank_processes, torch_group
+from quire.runner.ranks import RankedRunner
+from quire.runner.torch_group import TorchGroup
 
 PROMPTS = ["def fib(n):", "class Stack:\n    def __init__(self", "import os\nimport sys\n\n\ndef main("]
 GREEDY = SamplingParams(temperature=0, max_tokens=20)
@@ -38,8 +49,14 @@ def one() -> Iterator[LLM]:
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[LLM]:
-    with made(2) as llm:
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the two ranks keep on disk."""
+    return tmp_path_factory.mktemp("kept")
+
+
+@pytest.fixture(scope="module")
+def two(kept: Path) -> Iterator[LLM]:
+    with made(2, store=(f"file://{kept}/store",), state_dir=kept / "state") as llm:
         yield llm
 
 
@@ -144,49 +161,220 @@ def test_sessions_fork_rewind_and_edit(one: LLM, two: LLM) -> None:
 
 
 def test_drafts_and_preemptions() -> None:
-    """Pages for less than the requests together; rejected drafts are popped on all ranks."""
-    options = {"kv_cache_memory": "512KiB", "max_model_len": 64, "speculative": "lookup"}
+    """Pages for less than the requests together: state goes out to memory and back. Rejected drafts
+    are popped on all ranks."""
+    options = {"kv_cache_memory": "512KiB", "max_model_len": 64, "speculative": "lookup", "host_memory": "8MiB"}
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     found = []
     for size in (1, 2):
         # A rank's pages are half as large.
         with made(size, **{**options, "kv_cache_memory": f"{512 // size}KiB"}) as llm:
             found.append(texts(llm, params))
-            assert llm.metrics()["quire:num_preemptions_total"] > 0
+            metrics = llm.metrics()
+            assert metrics["quire:num_preemptions_total"] > 0
+            assert metrics["quire:store_tokens_loaded_total"] > 0
     assert found[0] == found[1]
 
 
-def test_what_needs_all_heads_is_refused(two: LLM, tmp_path: Path) -> None:
+def test_executors(one: LLM, two: LLM) -> None:
+    """Logits of whole prompts, attention weights, a cache's bytes, a rewind, verified drafts."""
+    tokens = torch.randint(0, one.model.vocab_size, (1, 70), generator=torch.Generator().manual_seed(3))
+    found: list[list[Tensor]] = []
+    written: list[bytes] = []
+    for llm in (one, two):
+        executor = llm.executor
+        cache = executor.create_kv_cache()
+        output = executor.prefill(PrefillInput(input_ids=tokens, kv_cache=cache, output_attentions=True))
+        if written:
+            cache.load(written[0])
+            assert cache.serialize() == written[0]
+        written.append(cache.serialize())
+        steps = [executor.decode(DecodeInput(input_ids=tokens[:, at : at + 1], kv_cache=cache)) for at in range(3)]
+        executor.truncate_kv(cache, tokens.shape[1])
+        drafts = [DecodeInput(input_ids=tokens[:, at : at + 1], kv_cache=cache) for at in range(3)]
+        verified = executor.forward_verify(drafts)
+        assert output.logits is not None
+        assert output.attention_weights is not None
+        found.append([output.logits, *(one.logits for one in (*steps, *verified)), *output.attention_weights])
+        cache.release()
+    for mine, theirs in zip(*found, strict=True):
+        assert mine.shape == theirs.shape
+        # Each rank adds half of a sum: the rounding of another order, as for log-probabilities.
+        assert (mine - theirs).abs().max() <= TINY_PYTHON * max(1.0, float(theirs.abs().max()))
+
+
+def test_adapters(one: LLM, two: LLM, tmp_path: Path) -> None:
+    """Requests under an adapter beside others, a session that changes it, and its file."""
+    found, base = [], texts(two)
+    for number, llm in enumerate((two, one)):
+        llm.load_adapter("docs", "tiny-python-docstrings")
+        try:
+            outputs = llm.generate(PROMPTS, GREEDY, adapter="docs")
+            with llm.session(PROMPTS[1], adapter="docs") as session:
+                session.generate(GREEDY)
+                session.use_adapter(None)
+                session.append("\n\n")
+                session.generate(GREEDY)
+                session.save(tmp_path / f"{number}.kv")
+                found.append([*(one.outputs[0].token_ids for one in outputs), session.tokens])
+            if number:
+                with llm.load_session(tmp_path / "0.kv") as loaded:
+                    loaded.save(tmp_path / "again.kv")
+            with pytest.raises(ResourceExhausted, match="adapter_ranks"):
+                runner_of(two).adapters.admit(1000, 0)
+        finally:
+            llm.unload_adapter("docs")
+    assert found[0] == found[1]
+    assert (tmp_path / "again.kv").read_bytes() == (tmp_path / "0.kv").read_bytes()
+    assert texts(two) == base
+
+
+def test_an_adapter_that_a_rank_cannot_keep_is_kept_by_none(two: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks, pool = runner_of(two).ranks, runner_of(two).adapters
+    load = ranks.load_adapter
+
+    def of_another_shape(adapter_id: int, parts: Sequence[Adapter]) -> None:
+        update = parts[0].updates[0]
+        wrong = dataclasses.replace(update, a_RI=update.a_RI[:, 1:])
+        load(adapter_id, [dataclasses.replace(parts[0], updates=(wrong,))])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ranks, "load_adapter", of_another_shape)
+        with pytest.raises(InvalidArgument, match="inputs"):
+            two.load_adapter("docs", "tiny-python-docstrings")
+    assert not pool.ids
+    assert not two.adapters
+    two.load_adapter("docs", "tiny-python-docstrings")
+    two.unload_adapter("docs")
+
+
+# -- one state, any layout -------------------------------------------------------------------------
+
+
+def saved(llm: LLM, source: Path, target: Path) -> list[int]:
+    """Load a file, save it again, and return the next tokens."""
+    with llm.load_session(source) as session:
+        session.save(target)
+        return session.generate(GREEDY).outputs[0].token_ids
+
+
+def test_state_files_know_no_ranks(one: LLM, two: LLM, tmp_path: Path) -> None:
+    """A file of one process goes through two ranks and stays the same to the byte, and one of two
+    ranks through one process."""
+    paths = [tmp_path / f"{number}.kv" for number in range(4)]
+    for number, (writer, reader) in enumerate(((one, two), (two, one))):
+        first, second = paths[2 * number : 2 * number + 2]
+        with writer.session(PROMPTS[1]) as session:
+            session.generate(GREEDY)
+            session.save(first)
+            tokens = session.generate(GREEDY).outputs[0].token_ids
+        assert saved(reader, first, second) == tokens
+        assert second.read_bytes() == first.read_bytes()
+
+
+def test_rows_are_read_and_written(one: LLM, two: LLM, tmp_path: Path) -> None:
+    """Two ranks hold what was written, for later tokens too; a fork keeps what was there."""
+    with one.session(PROMPTS[1]) as session:
+        session.save(tmp_path / "one.kv")
+    with two.load_session(tmp_path / "one.kv") as ours, one.load_session(tmp_path / "one.kv") as theirs:
+        kept = ours.fork()
+        for layer in (0, 2):
+            values = theirs.kv(layer)["v"]
+            for session in (ours, theirs):
+                session.set_kv(layer, v=values[2:5].flip(1) * 2, start=2)
+        assert ours.norms(1).norms["k"].shape == theirs.norms(1).norms["k"].shape
+        views = [session.attention(5, layer=1).weights for session in (ours, theirs)]
+        # Weights of at most 1, of scores that differ by rounding.
+        assert views[0] == pytest.approx(views[1], rel=0, abs=TINY_PYTHON)
+        for layer in range(3):
+            for name, expected in theirs.kv(layer).items():
+                # The file lacks the last token, which each has computed.
+                assert torch.equal(ours.kv(layer)[name][:-1], expected[:-1])
+        assert ours.generate(GREEDY).outputs[0].token_ids == theirs.generate(GREEDY).outputs[0].token_ids
+        assert not torch.equal(kept.kv(0)["v"], ours.kv(0)["v"][: len(kept)])
+
+
+def test_an_interrupt_leaves_no_answer_unread(two: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(pipe: Connection) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return receive(pipe)
+
+    receive = rank_processes.receive
     with two.session(PROMPTS[0]) as session:
-        before = session.generate(GREEDY).outputs[0].token_ids
-        for call in (
-            lambda: session.save(tmp_path / "one.kv"),
-            lambda: session.kv(0),
-            lambda: two.executor,
-        ):
-            with pytest.raises(Unsupported, match=r"tensor_parallel_size|rank 0 of 2"):
-                call()
-        assert not list(tmp_path.iterdir())
-        session.rewind(n=len(before))
-        assert session.generate(GREEDY).outputs[0].token_ids == before
+        expected = session.norms(0).norms["k"]
+        with monkeypatch.context() as patch:
+            patch.setattr(rank_processes, "receive", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                session.norms(1)  # reads without the engine's lock
+        assert (session.norms(0).norms["k"] == expected).all()
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"adapters": {"a": "tiny-python-docstrings"}}, "adapters beside tensor_parallel_size 2"),
-        ({"state_dir": "somewhere"}, "state_dir beside"),
-        ({"store": ("memory://1MiB",)}, "store beside"),
-        ({"host_memory": "1MiB"}, "host_memory beside"),
-    ],
-)
-def test_options_that_ranks_lack_are_refused_before_any_process(
-    options: Any, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(Unsupported, match=words):
-        made(2, **options)
-    assert not list(tmp_path.iterdir())
+LONG = "".join(f"def f{number}(x):\n    return x + {number}\n\n\n" for number in range(8))
+
+
+def test_stores_know_no_ranks(two: LLM, kept: Path, tmp_path: Path) -> None:
+    """Prefixes and commits of one process are those of two ranks, with other pages, and the
+    reverse; and so are sessions, when the ranks are gone."""
+    store = (f"file://{kept}/store",)
+    prompts = [f"# {number}\n{LONG}" for number in range(2)]
+
+    def found(llm: LLM, prompt: str) -> list[int]:
+        """The tokens that follow, of which the prompt's state came from the store."""
+        before = llm.metrics()["quire:store_tokens_loaded_total"]
+        (output,) = llm.generate(prompt, GREEDY)
+        assert llm.metrics()["quire:store_tokens_loaded_total"] - before >= len(output.prompt_token_ids) - 16
+        return output.outputs[0].token_ids
+
+    with made(1, store=store, page_size=32) as llm:
+        expected = llm.generate(prompts[0], GREEDY)[0].outputs[0].token_ids
+        with llm.session(prompts[0]) as session:
+            session.generate(GREEDY)
+            session.commit("of-one")
+            following = session.generate(GREEDY).outputs[0].token_ids
+        assert llm.engine.stepper.stored.flush(10)
+    assert found(two, prompts[0]) == expected
+    assert two.checkout("of-one").generate(GREEDY).outputs[0].token_ids == following
+    expected = two.generate(prompts[1], GREEDY)[0].outputs[0].token_ids
+    two.reset_prefix_cache()
+    assert found(two, prompts[1]) == expected
+    with two.session(prompts[1], name="kept") as session:
+        session.generate(GREEDY)
+        session.commit("of-two")
+        following = session.generate(GREEDY).outputs[0].token_ids
+        tokens = session.tokens
+        assert two.engine.stepper.stored.flush(10)
+        shutil.copytree(kept / "state", tmp_path / "state")
+    with made(1, store=store, state_dir=tmp_path / "state", page_size=32) as llm:
+        assert found(llm, prompts[1]) == expected
+        assert llm.checkout("of-two").generate(GREEDY).outputs[0].token_ids == following
+        assert llm.resume("kept").tokens == tokens
+
+
+@pytest.mark.parametrize("select", ["v", "v_or_question"])
+def test_blended_prompts(one: LLM, two: LLM, select: Any) -> None:
+    """Ranks choose the same rows as one process, by sums over all heads; then by the attention of
+    the question, which runs first. A session's rows move."""
+    pieces = [Segment(LONG[:150]), Segment(LONG[150:]), "\n\ndef g("]
+    params = BlendParams(ratio=0.3, least=1, gate=False, select=select)
+    found: list[tuple[list[int], Blend, list[int]]] = []
+    for llm in (one, two):
+        llm.warm(pieces[:2])
+        (output,) = llm.generate([pieces], GREEDY, blend=params)
+        assert output.blend is not None
+        with llm.session(LONG) as session:
+            session.generate(GREEDY)
+            session.edit((0, 10), "# new\n", "blend", blend=params)
+            moved = session.generate(GREEDY).outputs[0].token_ids
+        found.append((output.outputs[0].token_ids, output.blend, moved))
+    assert found[0][1].blended > found[0][1].recomputed > 0
+    assert found[0] == found[1]
+
+
+def test_embeddings_go_to_all_ranks(one: LLM, two: LLM) -> None:
+    tokens = one.tokenizer.encode(PROMPTS[0]) if one.tokenizer is not None else []
+    rows = one.model.embed(torch.tensor(tokens))
+    (expected,), (found,) = (llm.generate({"prompt_embeds": rows}, GREEDY) for llm in (one, two))
+    assert found.outputs[0].token_ids == expected.outputs[0].token_ids
 
 
 def test_a_model_that_does_not_divide_starts_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,15 +412,78 @@ def test_a_step_that_fails_on_all_ranks_is_undone(two: LLM) -> None:
     assert texts(two)
 
 
+def test_a_rank_that_is_killed_at_a_save_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with made(2) as llm:
+        ranks, taken = runner_of(llm).ranks, list[object]()
+        take = ranks.take
+
+        def killing(*given: Any) -> Any:
+            taken.append(given)
+            if len(taken) == 3:
+                processes(llm)[0].kill()
+            return take(*given)
+
+        session = llm.session(PROMPTS[1])
+        session.save(tmp_path / "whole.kv")
+        monkeypatch.setattr(ranks, "take", killing)
+        with pytest.raises(RanksBroken, match="load the model again"):
+            session.save(tmp_path / "half.kv")
+        with pytest.raises(RanksBroken, match="load the model again"):
+            llm.load_session(tmp_path / "whole.kv")
+        assert [one.name for one in tmp_path.iterdir()] == ["whole.kv"]
+        assert len(llm.engine.runner.state.sequence_ids()) == 1
+
+
+def test_an_executor_of_its_own_whose_rank_hangs_in_the_end(one: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_group, "HANG_SECONDS", 4.0)
+    options = {"executor_type": "TensorParallel", "dtype": "float32", "max_sequence_length": 64}
+    attention = AttentionConfig(attention_type="GroupedQuery")  # of all heads; a rank's share one KV head
+    pool = MemoryConfig(memory_pool_size="4MiB")
+    executor = EXECUTOR_FACTORY.create_executor(
+        ExecutorConfig(model_info="tiny-python", attention_config=attention, memory_config=pool, **options)
+    )
+    assert executor.executor_type == "TensorParallel"
+    assert executor.capabilities().supports_tensor_parallelism
+    assert executor.info().num_parameters == one.executor.info().num_parameters
+    tokens = torch.arange(20, 40)[None]
+    found = executor.prefill(PrefillInput(input_ids=tokens))
+    expected = one.executor.prefill(PrefillInput(input_ids=tokens)).logits
+    assert found.logits is not None
+    assert expected is not None
+    # As for log-probabilities.
+    assert (found.logits - expected).abs().max() <= TINY_PYTHON
+    (process,) = cast(RankedRunner, executor.pool.runner).ranks._processes
+    os.kill(process.pid, signal.SIGSTOP)
+    started = time.monotonic()
+    with pytest.raises(RanksBroken, match="does not answer"):
+        executor.decode(DecodeInput(input_ids=tokens[:, :1], kv_cache=found.kv_cache))
+    assert time.monotonic() - started < 20
+    assert is_gone(process)
+    executor.shutdown()
+
+
+def test_an_executor_whose_heads_do_not_divide_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a rank was started"))
+    config = ExecutorConfig(
+        model_info="tiny-python", executor_type="TensorParallel", executor_options={"tensor_parallel_size": 3}
+    )
+    with pytest.raises(Unsupported, match="4 query heads do not divide by 3"):
+        EXECUTOR_FACTORY.create_executor(config)
+    with pytest.raises(InvalidArgument, match="belongs to executor_type 'TensorParallel'"):
+        ExecutorConfig(model_info="tiny-python", executor_options={"tensor_parallel_size": 2})
+
+
 @pytest.mark.parametrize("is_noticed", [False, True], ids=["at-the-answer", "when-told"])
 def test_a_rank_that_is_killed_ends_requests_with_an_error(is_noticed: bool) -> None:
     """Also if a step without tokens, which forks a cached prefix, is the first that it misses."""
     with made(2) as llm:
         texts(llm)
         (process,) = processes(llm)
+        assert not runner_of(llm).fault
         os.kill(process.pid, signal.SIGKILL)
         if is_noticed:
             process.wait(10)
+            assert "load the model again" in runner_of(llm).fault
         (output,) = llm.generate([PROMPTS[0]], GREEDY)
         assert output.outputs[0].finish_reason == "error"
         assert "load the model again" in str(output.outputs[0].error)

@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from quire import AsyncLLM, SamplingParams
 from quire.base.metrics import EngineMetrics
 from quire.executor.counters import HELP
+from quire.runner.local import LocalRunner
 from quire.server.http import status
 from quire.server.http.settings import ServerSettings
 
@@ -52,6 +53,15 @@ def test_health_of_an_engine_that_is_gone() -> None:
         asyncio.run(llm.close())
         found = served.client.get("/health")
         assert (found.status_code, error_of(found)["code"]) == (503, "unhealthy")
+
+
+def test_health_of_an_engine_that_lost_a_rank(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LocalRunner, "fault", "a process that holds a part of the model has ended")
+    found = served.client.get("/health")
+    assert (found.status_code, error_of(found)["code"]) == (503, "unhealthy")
+    assert "a part of the model has ended" in error_of(found)["message"]
+    monkeypatch.undo()
+    assert served.client.get("/health").status_code == 200
 
 
 def test_health_of_an_engine_that_is_stuck(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from quire.adapters.checks import validate_adapter
+from quire.adapters.divided import DividedAdapters
 from quire.adapters.low_rank import (
     EmbeddingChange,
     Index,
@@ -85,6 +86,7 @@ class AdapterPool:
         host_capacity: int | None = None,
         refusal: str = "",
         kernel: LowRankKernel | None = None,
+        division: DividedAdapters | None = None,
     ) -> None:
         """Make a pool for ``linears``, the maps that adapters may change, by ``Linear.name``.
 
@@ -92,6 +94,8 @@ class AdapterPool:
         ``host_capacity``: largest number of bytes of all loaded adapters on the host; None: no
         limit. ``refusal``: reason to refuse every adapter; empty: adapters can be loaded.
         ``kernel`` computes the products if it runs on such tensors; else PyTorch does.
+        ``division`` divides whole adapters among ranks, of which this pool is the first's; None:
+        adapters are kept as given.
         """
         if rank_capacity < 1:
             raise InvalidArgument(f"rank_capacity is {rank_capacity}; expected at least 1")
@@ -107,6 +111,7 @@ class AdapterPool:
         """Number of times that an adapter was written to the device."""
         self.evictions = 0
         """Number of times that an adapter was evicted from the device."""
+        self._division = division
         self._linears = dict(linears)
         self._embedding = embedding
         self._dtype = dtype
@@ -133,8 +138,8 @@ class AdapterPool:
 
     # -- loaded adapters ---------------------------------------------------------------------------
 
-    def load(self, adapter: Adapter) -> int:
-        """Keep an adapter and return its id.
+    def load(self, adapter: Adapter, adapter_id: int | None = None) -> int:
+        """Keep an adapter and return its id: ``adapter_id``, or one that was never used.
 
         ``Unsupported`` (``refusal``; a change of a map that is not among ``linears``),
         ``InvalidArgument`` (shapes, dtype), ``ResourceExhausted`` (rank above ``rank_capacity``,
@@ -142,6 +147,7 @@ class AdapterPool:
         """
         if self.refusal:
             raise Unsupported(self.refusal)
+        adapter, *others = (adapter,) if self._division is None else self._division.parts(adapter)
         validate_adapter(adapter, self._linears, self._embedding, self._dtype)
         rank = max((update.rank for update in adapter.updates if update.linear != "embed"), default=0)
         self.admit(rank, adapter.nbytes)
@@ -149,12 +155,14 @@ class AdapterPool:
             logger.warning("adapters run on PyTorch's products, which take longer: %s", self.slowness)
             self.slowness = ""
         # An interrupt may come between any two lines, so undoing a step twice must be harmless.
-        adapter_id = self._next
-        self._next += 1
+        adapter_id = self._next if adapter_id is None else adapter_id
+        self._next = adapter_id + 1
         try:
             self._loaded[adapter_id] = Loaded(adapter, rank)
             self._enter(adapter_id)
             self._settle([adapter_id], evict=False)
+            if self._division is not None:
+                self._division.peers.load_adapter(adapter_id, others)
         except BaseException:
             self._forget(adapter_id)
             raise
@@ -194,6 +202,8 @@ class AdapterPool:
         self._plan = None
         self._first.pop(adapter_id, None)
         self._leave(adapter_id)
+        if self._division is not None:
+            self._division.peers.unload_adapter(adapter_id)
         self._loaded.pop(adapter_id, None)
 
     def get(self, adapter_id: int) -> Adapter:

@@ -140,7 +140,8 @@ def targets_of(model: LoadedModel) -> AdapterTargets:
     linears = linears_of(model)
     targets: dict[str, AdapterTarget] = {}
     refused: dict[str, str] = {}
-    for name, place in model.places.items():
+    for name, own in model.places.items():
+        place = own.whole or own  # as the adapter's files have it
         module, _, part = name.rpartition(".")
         if part != "weight":
             if len(place.shape) > 2:  # stacks of matrices have no suffix

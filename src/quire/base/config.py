@@ -43,10 +43,18 @@ ATTENTION_TYPES = ("MultiHead", "MultiQuery", "GroupedQuery", "Flash", "Paged", 
 
 CUSTOM_FLAGS: tuple[str, ...] = ()
 """Accepted names in ``OptimizationConfig.custom_flags``; none in this release."""
-EXECUTOR_OPTIONS = ("prefill_chunk_size", "modalities", "sliding_window_sink", "kv_dtype", "speculative")
+EXECUTOR_OPTIONS = (
+    "prefill_chunk_size",
+    "modalities",
+    "sliding_window_sink",
+    "kv_dtype",
+    "speculative",
+    "tensor_parallel_size",
+)
 """Accepted names in ``ExecutorConfig.executor_options``: tokens of a prompt per forward (an
 integer; <= 0: all), a list of encoders ("vision", "audio"), number of first tokens that a window
-keeps, the format of K and V, and who drafts for an executor of type Speculative; the last two as in
+keeps, the format of K and V, who drafts for an executor of type Speculative, and how many processes
+divide the model of one of type TensorParallel (by default 2); the last three as in
 ``EngineConfig``."""
 EXECUTOR_TYPES = ("Sequential", "Batch", "ContinuousBatch", "Speculative", "PipelineParallel", "TensorParallel")
 MODALITIES = ("vision", "audio")
@@ -222,14 +230,6 @@ class EngineConfig:
         ):
             if not supported:
                 raise _unsupported(name, getattr(self, name), accepted)
-        for name in ("adapters", "store", "state_dir", "host_memory"):
-            if self.tensor_parallel_size > 1 and (value := getattr(self, name)):
-                allowed = "left out: ranks divide K, V and weights, which this release neither stores nor adapts then"
-                raise Unsupported(
-                    f"{name} beside tensor_parallel_size {self.tensor_parallel_size} must be {allowed}",
-                    field=name,
-                    given=value,
-                )
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> EngineConfig:
@@ -397,6 +397,14 @@ class ExecutorConfig:
             check_int("executor_options.sliding_window_sink", options["sliding_window_sink"], 0, window - 1)
         if "kv_dtype" in options and options["kv_dtype"] not in ("auto", *KV_FORMATS):
             raise _unsupported("executor_options.kv_dtype", options["kv_dtype"], _one_of(("auto", *KV_FORMATS)))
+        if "tensor_parallel_size" in options:
+            given, name = options["tensor_parallel_size"], "executor_options.tensor_parallel_size"
+            if self.executor_type != "TensorParallel":
+                raise InvalidArgument(
+                    f"{name} belongs to executor_type 'TensorParallel', got {given!r} with {self.executor_type!r}",
+                    field=name,
+                )
+            check_int(name, given, 2)
         drafts = read_speculation("executor_options.speculative", options.get("speculative"))
         if drafts is not None and self.executor_type != "Speculative":
             raise InvalidArgument(

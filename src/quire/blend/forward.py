@@ -52,11 +52,14 @@ class BlendedForward:
         counts: Sequence[int],
         chunks: Sequence[BlendedChunk | None],
         sources: Sequence[RowSource | None],
+        *,
+        all_reduce: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         """``counts``: number of rows of each chunk of the step. ``chunks``: the blending of each;
         None: all of its rows run. ``sources``: their cached rows. ``tables``: the state's rotary
-        tables."""
+        tables. ``all_reduce`` sums a tensor over the ranks that divide the model."""
         self._state, self._policy, self._tables = state, policy, tables
+        self._all_reduce = all_reduce
         self._moves: dict[Hashable, KeyMove] = {}
         self.chunks, self._sources = chunks, sources
         self._starts = np.concatenate(([0], np.cumsum(counts)))
@@ -194,6 +197,7 @@ class BlendedForward:
             scale=spec.scale if isinstance(spec, KeyValueAttention) else 1.0,
             window=spec.layer_window if isinstance(spec, KeyValueAttention) else None,
             question_mass=None if mass_T is None else mass_T[torch.from_numpy(self.alive).to(device)],
+            all_reduce=self._all_reduce,
         )
 
     # -- cached rows -------------------------------------------------------------------------------
@@ -238,11 +242,7 @@ class BlendedForward:
         source = self._sources[chunk]
         if one is None or source is None:
             return []
-        try:
-            pieces = source.pieces(layer)
-        except Exception as error:
-            message = str(error) if isinstance(error, BlendLoadError) else f"layer {layer} of cached rows: {error}"
-            raise BlendLoadError(message, (chunk,)) from error
+        pieces = pieces_of(source, layer, chunk)
         found: list[tuple[RowsPiece, NDArray[np.int64]]] = []
         for piece in pieces:
             first, last = max(piece.start, one.start), min(piece.start + piece.k.shape[0], one.start + end - begin)
@@ -251,6 +251,16 @@ class BlendedForward:
                 cut = RowsPiece(first, piece.k[some], piece.v[some], piece.original + some.start)
                 found.append((cut, begin + np.arange(first - one.start, last - one.start)))
         return found
+
+
+def pieces_of(source: RowSource, layer: int, chunk: int) -> Sequence[RowsPiece]:
+    """Return a layer's cached rows of a chunk. Any error is ``BlendLoadError``, with the chunk's
+    number."""
+    try:
+        return source.pieces(layer)
+    except Exception as error:
+        message = str(error) if isinstance(error, BlendLoadError) else f"layer {layer} of cached rows: {error}"
+        raise BlendLoadError(message, (chunk,)) from error
 
 
 class Projected(Exception):
@@ -265,7 +275,7 @@ class ProjectionPass:
     """A pass that runs a block up to its attention (``contracts.model.Pass``)."""
 
     def __init__(self, state: ModelState, layer: int, positions_T: Tensor) -> None:
-        self._spec = state.layer_spec(layer)
+        self._spec = state.own_spec(layer)
         self.positions_T = self.places_T = positions_T
 
     def attend(self, layer_id: int, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> NoReturn:

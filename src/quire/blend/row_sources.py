@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
 
 from quire.base.blend_inputs import BlendInputs
 from quire.base.errors import FailedPrecondition
@@ -19,8 +21,9 @@ from quire.ops.rope import RotaryTable
 class RowSources:
     """The cached rows that steps of one runner name, and what chooses among them."""
 
-    def __init__(self, state: ModelState) -> None:
-        self._state = state
+    def __init__(self, state: ModelState, all_reduce: Callable[[Tensor], Tensor] | None = None) -> None:
+        """``all_reduce`` sums a tensor over the ranks that divide the model; None: it is whole."""
+        self._state, self._all_reduce = state, all_reduce
         self.sources: dict[int, RowSource] = {}
         """The sources by name."""
         self._names = itertools.count()
@@ -47,7 +50,9 @@ class RowSources:
         sources = [None if one is None else self.sources[one.source] for one in blend.chunks]
         if blend.check_layer is not None:
             policy = BlendPolicy(layers=(blend.check_layer,), min_tokens=0)
-            return BlendedForward(self._state, policy, self._table, counts, blend.chunks, sources)
+            return BlendedForward(
+                self._state, policy, self._table, counts, blend.chunks, sources, all_reduce=self._all_reduce
+            )
         if self.executor is None:
             raise FailedPrecondition("a blend executor is to choose rows, and the runner has none; give a check layer")
         return ExecutedForward(self.executor, self._state, self._table, counts, blend.chunks, sources)

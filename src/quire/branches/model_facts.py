@@ -39,6 +39,8 @@ class ModelFacts:
     """Global ids of the layers with attention, ascending."""
     recurrent_ids: tuple[int, ...]
     """Global ids of the recurrent layers."""
+    num_ranks: int
+    """Number of processes among which the heads are divided."""
     page_size: int
     """Tokens of a page."""
     page_bytes: tuple[int, ...]
@@ -94,6 +96,7 @@ class ModelFacts:
             specs=geometry.specs,
             layer_ids=geometry.layer_ids,
             recurrent_ids=state.recurrent_ids,
+            num_ranks=geometry.num_ranks,
             page_size=state.page_size,
             page_bytes=geometry.page_bytes,
             state_bytes=geometry.state_bytes,

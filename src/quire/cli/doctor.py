@@ -52,6 +52,7 @@ def examine() -> list[Finding]:
         _waiting(),
         *_memory(),
         _kernels(),
+        _ranks(),
         _weights(),
         _server(),
         _model_cache(),
@@ -123,6 +124,18 @@ def _kernels() -> Finding:
         return Finding("C++ kernels", native_problem(), False, advice)
     threads = "" if kernel.threaded else ", on one thread: PyTorch's libgomp was not found"
     return Finding("C++ kernels", f"built; models and adapters on the CPU use them{threads}")
+
+
+def _ranks() -> Finding:
+    """Report how processes that divide a model would add."""
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        advice = "tensor_parallel_size needs a PyTorch with torch.distributed"
+        return Finding("ranks", "PyTorch has no torch.distributed", False, advice)
+    ways = {"gloo between CPUs": dist.is_gloo_available(), "NCCL between GPUs": dist.is_nccl_available()}
+    text = ", ".join(way for way, is_there in ways.items() if is_there) or "neither gloo nor NCCL"
+    return Finding("ranks", text, any(ways.values()), "tensor_parallel_size needs a PyTorch with gloo or NCCL")
 
 
 def _weights() -> Finding:

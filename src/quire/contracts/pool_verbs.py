@@ -34,7 +34,7 @@ class StateGeometry:
     """
 
     specs: tuple[KeyValueAttention | LatentAttention, ...]
-    """The layers that keep rows of tokens."""
+    """The layers that keep rows of tokens, with the heads of all ranks."""
     layer_ids: tuple[int, ...]
     """Global ids of ``specs``, ascending."""
     windows: tuple[int | None, ...]
@@ -47,6 +47,8 @@ class StateGeometry:
     """Tokens between recurrent states that are kept automatically; 0: none are."""
     ring: int
     """Most recent recurrent states that each sequence keeps while there is room."""
+    num_ranks: int
+    """Number of processes among which the heads are divided."""
 
     @property
     def keeping_layers(self) -> tuple[int, ...]:
@@ -166,7 +168,10 @@ class PoolVerbs(Protocol):
         """Global ids of the recurrent layers, ascending."""
 
     def layer_spec(self, layer_id: int) -> LayerSpec:
-        """Return the spec of a layer; ``InvalidArgument`` for an unknown one."""
+        """Return the spec of a layer, with all heads; ``InvalidArgument`` for an unknown one."""
+
+    def own_spec(self, layer_id: int) -> LayerSpec:
+        """Return the spec of a layer, with the heads that are here: those of a rank, or all."""
 
     def unfused_layers(self) -> list[int]:
         """Return the ids in ``geometry.layer_ids`` of layers that form attention weights."""

@@ -47,7 +47,6 @@ from quire.engine.segmented_prompts import Pieces
 from quire.kv.rule_table import blending_refusal
 from quire.kv.windows import intersection
 from quire.runner.local import Runner
-from quire.runner.ranks import RankedRunner
 from quire.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("quire.engine")
@@ -113,8 +112,6 @@ def lead_text_of(tokenizer: Tokenizer | None, max_model_len: int) -> tuple[int, 
 def blend_refusal(runner: Runner) -> str:
     """Return the reason against blending a model's prompts; empty: none."""
     specs, state = runner.model.layer_specs, runner.state
-    if isinstance(runner, RankedRunner):
-        return "the model is divided among ranks, which do not share cached rows"
     kinds = {spec.kind for spec in specs}
     own_rotation = any(isinstance(spec, KeyValueAttention) and spec.caller_rotates for spec in specs)
     if reason := blending_refusal(kinds, own_rotation=own_rotation):

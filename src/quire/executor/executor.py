@@ -108,6 +108,7 @@ class Executor:
         sink: int = 0,
         fallbacks: Sequence[str] = (),
         drafting: Drafting | None = None,
+        on_shutdown: Callable[[], object] = lambda: None,
     ) -> None:
         limit = runner.model.max_position
         max_model_len = limit if max_model_len is None else check_integer(max_model_len, "max_model_len", 1)
@@ -129,7 +130,7 @@ class Executor:
         self.lock = Lock() if lock is None else lock
         facts = ModelFacts.of(runner, identity, max_model_len, window=window, sink=sink, chunk_size=prefill_chunk_size)
         self.pool = CachePool(runner, facts, self.lock)
-        self._fallbacks = tuple(fallbacks)
+        self._fallbacks, self._on_shutdown = tuple(fallbacks), on_shutdown
         self._operations = self.pool.operations
         self.operation_metrics = OperationMetrics(self.max_batch_size)
         self.on_drafts: Callable[[int, int], None] | None = None
@@ -507,6 +508,7 @@ class Executor:
         self._operations.cancel()
         with self.lock:
             self.pool.close()
+        self._on_shutdown()
 
     # -- inspection --------------------------------------------------------------------------------
 

@@ -13,14 +13,19 @@ from quire.base.errors import InvalidArgument, Unsupported
 from quire.contracts.executor import ExecutorType
 from quire.executor.cache import KVCache
 
-BATCHING_TYPES = (ExecutorType.BATCH, ExecutorType.CONTINUOUS_BATCH, ExecutorType.SPECULATIVE)
+BATCHING_TYPES = (
+    ExecutorType.BATCH,
+    ExecutorType.CONTINUOUS_BATCH,
+    ExecutorType.SPECULATIVE,
+    ExecutorType.TENSOR_PARALLEL,
+)
 SUPPORTED_TYPES = (ExecutorType.SEQUENTIAL, *BATCHING_TYPES)
 
-NO_PARALLELISM = "the runner of this release holds the whole model on one device"
-UNSUPPORTED_TYPES = {
-    ExecutorType.PIPELINE_PARALLEL: NO_PARALLELISM,
-    ExecutorType.TENSOR_PARALLEL: NO_PARALLELISM,
-}
+NO_PIPELINE = "each rank of this release runs all layers"
+UNDIVIDED = (
+    "this runner holds the whole model; executor_type 'TensorParallel' divides it, or tensor_parallel_size of an LLM"
+)
+UNSUPPORTED_TYPES = {ExecutorType.PIPELINE_PARALLEL: NO_PIPELINE}
 """The types that cannot be made, with the reason."""
 
 

@@ -26,7 +26,7 @@ from quire.executor.executor_types import BATCHING_TYPES, SUPPORTED_TYPES, check
 from quire.executor.reports import computable_dtypes, dtype_name, mechanism_of
 from quire.models.catalogue import HUB_NAME, bundled_models
 from quire.models.families import family_of, is_foreign
-from quire.models.loading import DTYPES
+from quire.models.loading import DTYPES, check_division
 from quire.models.quantized import without_section
 from quire.models.sources import read_config
 
@@ -46,11 +46,15 @@ class Choices:
     attention_backend: str
     """One of ``ATTENTION_BACKENDS``; "auto": the fastest on the device, as for an ``LLM``."""
     page_size: int
+    num_ranks: int
+    """Number of processes that divide the model."""
 
     def arguments(self, config: ExecutorConfig) -> dict[str, Any]:
         """Keyword arguments of ``Executor`` besides the runner and its identity."""
         options = {
-            name: value for name, value in config.executor_options.items() if name not in ("kv_dtype", "speculative")
+            name: value
+            for name, value in config.executor_options.items()
+            if name not in ("kv_dtype", "speculative", "tensor_parallel_size")
         }
         found: dict[str, Any] = {
             "executor_type": self.executor_type,
@@ -109,7 +113,11 @@ class Factory:
                 "enable_memory_pooling False: K and V always come from one pool that is allocated beforehand"
             )
         model = _model_of(config)
-        _check_local_model(config, model)
+        num_ranks = 1
+        if executor_type is ExecutorType.TENSOR_PARALLEL:
+            num_ranks = int(str(config.executor_options.get("tensor_parallel_size", 2)))
+            check_devices(device, num_ranks)
+        _check_local_model(config, model, num_ranks)
         attention = config.attention_config
         return Choices(
             model=model,
@@ -118,6 +126,7 @@ class Factory:
             attention_backend=_backend(config),
             # A page for a whole sequence makes the sequence contiguous.
             page_size=attention.block_size if attention.enable_paged_attention else config.max_sequence_length,
+            num_ranks=num_ranks,
         )
 
 
@@ -130,18 +139,30 @@ def _model_of(config: ExecutorConfig) -> str:
     return os.fspath(path)
 
 
-def _check_local_model(config: ExecutorConfig, model: str) -> None:
+def _check_local_model(config: ExecutorConfig, model: str, num_ranks: int) -> None:
     """Check the configuration against the ``config.json`` of a local model."""
     path = bundled_models().get(model) or Path(os.path.expanduser(model))
     if not os.path.exists(path):
         if not HUB_NAME.fullmatch(model):
             raise NotFound(f"model_info {model!r}: there is no such directory, and it is no name of a model")
         return
+    if num_ranks > 1:
+        check_division(path, num_ranks, config.max_sequence_length)
     values = read_config(path)
     if is_foreign(values):
         return
     found = family_of(values).read_config(without_section(values), None)
     check_length(config, getattr(found, "max_position", config.max_sequence_length))
+
+
+def check_devices(device: torch.device, num_ranks: int) -> None:
+    """Raise ``Unsupported`` if there are fewer GPUs than ranks."""
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) + num_ranks > count:
+        raise Unsupported(
+            f"tensor_parallel_size {num_ranks} from {device} on: PyTorch sees {count} CUDA devices; give as many at most",
+            field="tensor_parallel_size",
+        )
 
 
 def check_length(config: ExecutorConfig, limit: int) -> None:

@@ -24,7 +24,7 @@ from quire.contracts.executor import (
 from quire.contracts.layers import KeyValueAttention, LatentAttention
 from quire.executor.arguments import NO_MASKS, weights_refusal
 from quire.executor.cache_pool import NO_PAGES, CachePool
-from quire.executor.executor_types import NO_PARALLELISM
+from quire.executor.executor_types import NO_PIPELINE, UNDIVIDED
 from quire.executor.verification import LOGITS_OF_SPECULATION
 from quire.executor.warmup import Activations
 from quire.models.loading import DTYPES
@@ -51,7 +51,9 @@ def refusals(
     found += [(kind, media_refusal(kind)) for kind in MODALITIES if kind not in modalities]
     if executor_type is ExecutorType.BATCH:
         found.append(("continuous_batching", "of type 'Batch': sequences that were prefilled together run together"))
-    found += [("tensor_parallelism", NO_PARALLELISM), ("pipeline_parallelism", NO_PARALLELISM)]
+    if facts.num_ranks == 1:
+        found.append(("tensor_parallelism", UNDIVIDED))
+    found.append(("pipeline_parallelism", NO_PIPELINE))
     return tuple(found)
 
 
@@ -92,7 +94,7 @@ def capabilities(
         mechanisms.add(AttentionMechanism.FLASH)
     if facts.is_windowed:
         mechanisms.add(AttentionMechanism.SLIDING_WINDOW)
-    continuous = executor_type in (ExecutorType.CONTINUOUS_BATCH, ExecutorType.SPECULATIVE)
+    continuous = executor_type not in (ExecutorType.SEQUENTIAL, ExecutorType.BATCH)
     return ExecutorCapabilities(
         max_batch_size=max_batch_size,
         max_sequence_length=facts.max_model_len,
@@ -100,7 +102,7 @@ def capabilities(
         supports_dynamic_batching=max_batch_size > 1,
         supports_continuous_batching=continuous and max_batch_size > 1,
         supports_speculative_decoding=True,
-        supports_tensor_parallelism=False,
+        supports_tensor_parallelism=facts.num_ranks > 1,
         supports_pipeline_parallelism=False,
         supported_dtypes=computable_dtypes(facts.device),
         supported_devices=present_devices(),

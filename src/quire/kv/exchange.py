@@ -38,7 +38,7 @@ def get_layout_hash(state: StateParts) -> str:
 
 
 def get_layout(state: StateParts) -> dict[str, Any]:
-    ids = list(state.stored_specs)
+    ids = list(state.whole_specs)
     found: dict[str, Any] = {"first_layer": state.first_layer}
     if ids != list(range(state.first_layer, state.first_layer + len(ids))):
         found["layer_ids"] = ids
@@ -53,12 +53,11 @@ def get_layout(state: StateParts) -> dict[str, Any]:
             }
             for layer, spec in zip(state.recurrent.layer_ids, state.recurrent.specs, strict=True)
         ]
-    found["layers"] = [layer_metadata(spec, state.paged.format) for spec in state.stored_specs.values()]
+    found["layers"] = [layer_metadata(spec, state.paged.format) for spec in state.whole_specs.values()]
     return found
 
 
 def get_checkpoint_metadata(state: StateParts, seq_id: SeqId, *, checksums: bool = True) -> dict[str, Any]:
-    state.require_all_heads("get_checkpoint_metadata")
     sequence = require_whole(state, seq_id, "get_checkpoint_metadata")
     window = sequence.window
     found = describe(
@@ -129,7 +128,6 @@ def describe(
 
 
 def open_export(state: StateParts, seq_id: SeqId) -> SequenceExport:
-    state.require_all_heads("open_export")
     require_whole(state, seq_id, "open_export")
     return SequenceExport.of(state, seq_id)
 
@@ -166,7 +164,7 @@ def export_page_group(
     else:
         layer = state.layer(group)
         slots = state.sequences.slots(layer.class_index, seq_id, state.sequences.held(seq_id, layer.class_index))
-        tensors = state.paged.classes[layer.class_index].storage.take(layer.index, slots)
+        tensors = state.take(group, slots)
     if out is None:
         return tensors
     for name, tensor in tensors.items():
@@ -215,7 +213,7 @@ def groups_of(state: StateParts, rows: Mapping[int, int], kept: Iterable[int]) -
     """Return the tensors of every group, by layer: ``rows`` of each attention layer named there,
     the present state and the ``kept`` ones of each recurrent layer."""
     found: dict[int, dict[str, TensorPlan]] = {}
-    for layer, spec in state.stored_specs.items():
+    for layer, spec in state.whole_specs.items():
         if layer in rows:
             found[layer] = group_plan(spec, rows[layer], state.paged.format)
     if state.recurrent is not None:

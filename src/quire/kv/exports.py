@@ -65,10 +65,10 @@ class SequenceExport:
                 f"rows: positions {start}..{stop - 1} of layer {layer}; one or more of a range of {describe_ranges(kept)} are needed"
             )
         slots = slots_of(self.pages[found.class_index], start, stop, self.state.paged.page_size)
-        return self.state.paged.classes[found.class_index].storage.take(found.index, slots)
+        return self.state.take(layer, slots)
 
     def plain_rows(self, layer: int, start: int, stop: int) -> dict[str, Tensor]:
-        planes, spec = self.rows(layer, start, stop), self.state.rows_layer(layer, "rows").spec
+        planes, spec = self.rows(layer, start, stop), self.state.whole_specs[layer]
         found = self.state.paged.format.expand(geometry(spec), planes)
         return {"latent": found.k.squeeze(1)} if isinstance(spec, LatentAttention) else found._asdict()
 
@@ -77,7 +77,7 @@ class SequenceExport:
         pages, size = self.pages[found.class_index], self.state.paged.page_size
         parts = [slots_of(pages, part.start, part.stop, size) for part in self.ranges[found.class_index]]
         slots = np.concatenate([*parts, np.empty(0, dtype=np.int64)])
-        return self.state.paged.classes[found.class_index].storage.take(found.index, slots)
+        return self.state.take(layer, slots)
 
     def states(self, layer: int, position: int) -> dict[str, Tensor]:
         if layer in self.state.stored_specs:

@@ -67,7 +67,6 @@ def import_need(state: StateParts, metadata: Mapping[str, Any], *, shared: int =
 def prepare_import(
     state: StateParts, seq_id: SeqId, metadata: Mapping[str, Any], *, parent: SeqId | None = None, shared: int = 0
 ) -> None:
-    state.require_all_heads("prepare_import")
     check_id(seq_id)
     if seq_id in state.sequences:
         raise InvalidArgument(f"prepare_import: sequence {seq_id} exists already; a new id is needed")
@@ -82,6 +81,8 @@ def prepare_import(
         )
     rows = rows_by_layer(metadata, dict.fromkeys(keeping, shared))
     missing = {layer: list(parts) for layer, parts in rows.items() if parts}
+    if state.division is not None and state.division.share.rank:
+        missing = {}  # Rank 0 keeps the account, and begins no forward before all has come.
     started = Import(rows, checksums, missing | {layer: [] for layer in state.recurrent_ids})
     length, window, holes = int(metadata["length"]), window_of(metadata), holes_of(metadata)
     encoders = (
@@ -149,7 +150,7 @@ def import_page_group(state: StateParts, seq_id: SeqId, group: int, tensors: Map
         state.sequences.get(seq_id)
         plan = recurrent_plan(part, group, part.table.kept(seq_id))
     else:
-        spec = state.spec(group)
+        state.spec(group)
         state.sequences.get(seq_id)
         if started and group not in started.rows:
             raise InvalidArgument(
@@ -158,7 +159,8 @@ def import_page_group(state: StateParts, seq_id: SeqId, group: int, tensors: Map
             )
         # Only an import says how many rows there must be; else the given number is taken.
         given = next((tensor.shape[0] for tensor in tensors.values() if tensor.dim()), 0)
-        plan = group_plan(spec, sum(map(len, started.rows[group])) if started else given, state.paged.format)
+        rows = sum(map(len, started.rows[group])) if started else given
+        plan = group_plan(state.whole_specs[group], rows, state.paged.format)
     _check_tensors(verb, group, tensors, plan)
     with _writing(state, started, seq_id, verb) as found:
         expected = found.rows.get(group)  # None: a recurrent layer; []: all is shared.
@@ -175,7 +177,7 @@ def import_page_group(state: StateParts, seq_id: SeqId, group: int, tensors: Map
         elif state.encoders is not None and group in state.encoders.specs:
             state.encoders.fill(seq_id, group, tensors)
         else:
-            _write(state, found, group, expected or [], _Whole(tensors))
+            _write(state, found, seq_id, group, expected or [], _Whole(tensors))
         found.missing.pop(group, None)
 
 
@@ -184,10 +186,10 @@ def import_rows(
 ) -> None:
     verb = "import_rows"
     start = check_integer(start, f"{verb}: start", 0)
-    spec = state.rows_layer(group, verb).spec
+    state.rows_layer(group, verb)
     pieces = _Whole(rows) if isinstance(rows, Mapping) else rows
     count = sum(pieces.counts)
-    _check_tensors(verb, group, pieces.plan, group_plan(spec, count, state.paged.format))
+    _check_tensors(verb, group, pieces.plan, group_plan(state.whole_specs[group], count, state.paged.format))
     part = range(start, start + count)
     started = state.imports.get(seq_id)
     expected = started.rows[group] if started else [part]
@@ -207,7 +209,7 @@ def import_rows(
                 f"{verb}: rows {describe_ranges([part])} of layer {group} were imported already, at least in part; missing: "
                 f"{describe_ranges(found.missing.get(group, []))}"
             )
-        _write(state, found, group, [part], pieces)
+        _write(state, found, seq_id, group, [part], pieces)
         found.has_come(group, part)
 
 
@@ -225,19 +227,21 @@ def _writing(state: StateParts, started: Import | None, seq_id: SeqId, verb: str
         yield started
 
 
-def _write(state: StateParts, started: Import, group: int, parts: list[range], pieces: RowPieces) -> None:
-    """Write ``pieces`` to the positions of ``parts``."""
+def _write(
+    state: StateParts, started: Import, seq_id: SeqId, group: int, parts: list[range], pieces: RowPieces
+) -> None:
+    """Write ``pieces`` to the positions of ``parts``, in all ranks."""
     layer = state.layer(group)
     storage = state.paged.classes[layer.class_index].storage
     slots = started.slots(layer.class_index, parts, state.paged.page_size)
-    if pieces.write(storage.planes[layer.index], slots):
+    if state.division is None and pieces.write(storage.planes[layer.index], slots):
         return
     breaks = np.flatnonzero(np.diff(slots) != 1).tolist()
     """The rows behind which the next slot is not the next one."""
     stop = 0
     for number, count in enumerate(pieces.counts):
-        planes = pieces.piece(number)
         start, stop = stop, stop + count
+        planes = state.own_planes(seq_id, group, slots[start:stop], pieces.piece(number))
         put: Callable[[Mapping[str, Tensor]], None]
         if start < stop and bisect_left(breaks, start) == bisect_left(breaks, stop - 1):
             put = partial(storage.put_run, layer.index, int(slots[start]))

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
 
 from quire.base.errors import InvalidArgument, Unsupported
 from quire.base.host_link import host_link
 from quire.base.types import SeqId
-from quire.contracts.layers import LayerSpec, StateTensor
-from quire.contracts.ranks import Share
+from quire.contracts.layers import KeyValueAttention, LayerSpec, StateTensor
+from quire.kv.divided_rows import DividedRows
 from quire.kv.encoders import EncoderPart
 from quire.kv.imports import Import
 from quire.kv.layer_classes import Layer, describe_ids
@@ -19,7 +24,7 @@ from quire.kv.part import Part
 from quire.kv.recurrent import RecurrentPart
 from quire.kv.rules import RECURRENT_REFUSAL, layer_refusal, refuse_layer
 from quire.kv.sequences import check_integer
-from quire.kv.storage import StoredSpec
+from quire.kv.storage import PagedStorage, StoredSpec, geometry
 
 
 class StateParts:
@@ -33,7 +38,7 @@ class StateParts:
         paged: PagedPart,
         encoders: EncoderPart | None,
         recurrent: RecurrentPart | None,
-        share: Share | None = None,
+        division: DividedRows | None = None,
     ) -> None:
         """Hold the parts. ``specs``: all layers; ``stored_specs``: those with pages, by id."""
         self.paged = paged
@@ -48,20 +53,46 @@ class StateParts:
         self.stored_specs = dict(stored_specs)
         """All layers with pages, by global id, ascending."""
         self.first_layer = first_layer
-        self.share = share
-        """The rank whose heads these are; None: all heads are here."""
+        self.division = division
+        """The ranks that hold the heads; None: all heads are here."""
+        self.whole_specs = self.stored_specs
+        """``stored_specs`` with the heads of all ranks, as files and callers see them."""
+        if division is not None:
+            own = zip(self.stored_specs.items(), division.specs, strict=True)
+            self.whole_specs = {layer: _with_heads_of(spec, whole) for (layer, spec), whole in own}
         self.imports: dict[SeqId, Import] = {}
         """Those under way."""
         self.link = host_link(paged.device)
         """How imports come to a device; None: they are written at once."""
 
-    def require_all_heads(self, verb: str) -> None:
-        """Raise ``Unsupported`` if the rows here are those of one rank's heads."""
-        if self.share is not None:
-            raise Unsupported(
-                f"{verb}: the model is divided, and this process holds the K and V of {self.share}; files, stores and "
-                "reads of K and V need tensor_parallel_size 1"
-            )
+    # -- rows of all heads -------------------------------------------------------------------------
+
+    def storage(self, place: tuple[int, int]) -> PagedStorage:
+        """Return the storage of the heads that are here (``contracts.ranks.PeerRows``)."""
+        return self.paged.classes[place[0]].storage
+
+    def take(self, layer_id: int, slots_N: NDArray[np.int64]) -> dict[str, Tensor]:
+        """Return fresh planes of these slots of a layer, of all heads."""
+        layer = self.paged.layers[layer_id]
+        own = self.paged.classes[layer.class_index].storage.take(layer.index, slots_N)
+        if self.division is None:
+            return own
+        return self.division.join(
+            (layer.class_index, layer.index), slots_N, own, self._shapes(self.whole_specs[layer_id])
+        )
+
+    def own_planes(
+        self, seq_id: SeqId, layer_id: int, slots_N: NDArray[np.int64], planes: Mapping[str, Tensor]
+    ) -> Mapping[str, Tensor]:
+        """Return this rank's part of planes of all heads, which an import writes to slots; give the
+        other ranks theirs."""
+        if self.division is None:
+            return planes
+        layer = self.paged.layers[layer_id]
+        return self.division.put(seq_id, (layer.class_index, layer.index), slots_N, planes, self._shapes(layer.spec))
+
+    def _shapes(self, spec: StoredSpec) -> dict[str, tuple[int, ...]]:
+        return {name: plane.shape for name, plane in self.paged.format.planes(geometry(spec)).items()}
 
     def __iter__(self) -> Iterator[Part]:
         return iter(self._all)
@@ -117,7 +148,12 @@ class StateParts:
         return found
 
     def layer_spec(self, layer_id: int) -> LayerSpec:
-        """Return the spec of a layer of any kind; ``InvalidArgument`` for an unknown id."""
+        """Return a layer of any kind, with all heads; ``InvalidArgument`` for an unknown id."""
+        return self.whole_specs.get(layer_id) or self.own_spec(layer_id)
+
+    def own_spec(self, layer_id: int) -> LayerSpec:
+        """Return a layer of any kind, with the heads that are here; ``InvalidArgument`` for an
+        unknown id."""
         if self.recurrent is not None and layer_id in self.recurrent.layer_ids:
             return self.recurrent.specs[self.recurrent.layer(layer_id)]
         return self.spec(layer_id)
@@ -157,3 +193,10 @@ class StateParts:
         """See ``contracts.pool_verbs.PoolVerbs``."""
         length = self.sequences.get(seq_id).length
         return sorted({0, length}) if self.recurrent is None else list(self.recurrent.table.slots(seq_id))
+
+
+def _with_heads_of(spec: StoredSpec, whole: LayerSpec) -> StoredSpec:
+    """Return a layer with the heads of the model's layer of which it is one rank's part."""
+    assert isinstance(spec, KeyValueAttention)
+    assert isinstance(whole, KeyValueAttention)
+    return replace(spec, num_heads=whole.num_heads, num_kv_heads=whole.num_kv_heads)

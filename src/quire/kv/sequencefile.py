@@ -165,14 +165,17 @@ def load(state: ModelState, seq: SeqId, file: StateFile, checked: Mapping[str, A
     """Make ``seq`` from a file that ``check`` accepted. ``ResourceExhausted`` without room."""
     state.prepare_import(seq, dict(checked))
     try:
-        with torch.inference_mode():
-            for layer, group in state.plan_import(checked).items():
-                found = {
-                    name: file.tensor(f"{prefix}layer.{layer}.{name}").to(one.dtype) for name, one in group.items()
-                }
-                state.import_page_group(seq, layer, found)
-                check_interrupts()
+        fill(state, seq, file, checked, prefix)
         state.finish_import(seq)
     except BaseException:
         state.remove_sequence(seq)
         raise
+
+
+def fill(state: ModelState, seq: SeqId, file: StateFile, checked: Mapping[str, Any], prefix: str) -> None:
+    """Write all layers of a sequence that is being imported from a file that ``check`` accepted."""
+    with torch.inference_mode():
+        for layer, group in state.plan_import(checked).items():
+            found = {name: file.tensor(f"{prefix}layer.{layer}.{name}").to(one.dtype) for name, one in group.items()}
+            state.import_page_group(seq, layer, found)
+            check_interrupts()

@@ -36,10 +36,10 @@ from quire.contracts.pool_verbs import (
     StateGeometry,
     TokenTreeParents,
 )
-from quire.contracts.ranks import Share
 from quire.contracts.recurrence import RecurrenceBackend
 from quire.contracts.rows import RowKernels
 from quire.kv import exchange, import_verbs, state_room, stored_rows
+from quire.kv.divided_rows import DividedRows
 from quire.kv.encoders import EncoderPart
 from quire.kv.exports import SequenceExport
 from quire.kv.forward_need import ForwardNeed
@@ -113,9 +113,10 @@ class State:
         slack: int = 0,
         first_layer: int = 0,
         layer_ids: Sequence[int] | None = None,
-        share: Share | None = None,
+        division: DividedRows | None = None,
     ) -> None:
-        """See above. ``share``: the rank whose heads these layers have; None: all heads."""
+        """See above. ``division``: the ranks, of which ``specs`` have one's heads; None: these are
+        all heads."""
         ids = ids_of(len(specs), first_layer, layer_ids)
         recurrent = {layer: spec for layer, spec in zip(ids, specs, strict=True) if isinstance(spec, Recurrent)}
         attention = {layer: spec for layer, spec in zip(ids, specs, strict=True) if layer not in recurrent}
@@ -167,7 +168,7 @@ class State:
                 backend=ReferenceRecurrence() if recurrence is None else recurrence,
                 padding=padding,
             )
-        self.parts = StateParts(specs, stored, first_layer, paged, crossed, slots, share)
+        self.parts = StateParts(specs, stored, first_layer, paged, crossed, slots, division)
         self.sequences = paged.sequences
         self.dtype, self.device, self.page_size = format.dtype, device, page_size
         self.current_pass: StatePass | None = None
@@ -540,6 +541,9 @@ class State:
 
     def layer_spec(self, layer_id: int) -> LayerSpec:
         return self.parts.layer_spec(layer_id)
+
+    def own_spec(self, layer_id: int) -> LayerSpec:
+        return self.parts.own_spec(layer_id)
 
     @cached_property
     def geometry(self) -> StateGeometry:

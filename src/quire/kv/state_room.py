@@ -59,13 +59,14 @@ def nearest_reachable(state: StateParts, seq_id: SeqId, position: int) -> int:
 def geometry(state: StateParts) -> StateGeometry:
     states = None if state.recurrent is None else state.recurrent.table
     return StateGeometry(
-        specs=tuple(state.paged.specs),
+        specs=tuple(state.whole_specs[layer] for layer in state.paged.layer_ids),  # type: ignore[misc]
         layer_ids=state.paged.layer_ids,
         windows=tuple(one.window for one in state.paged.classes),
         page_bytes=tuple(state.page_bytes[: len(state.paged.classes)]),
         state_bytes=0 if states is None else state.page_bytes[-1],
         interval=0 if states is None else states.interval,
         ring=0 if states is None else states.ring,
+        num_ranks=1 if state.division is None else state.division.share.size,
     )
 
 

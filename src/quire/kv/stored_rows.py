@@ -56,7 +56,6 @@ def debug_get_kv(
     relative: bool = False,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    state.require_all_heads("debug_get_kv")
     if state.encoders is not None and layer in state.encoders.specs:
         return read_encoder(state, state.encoders, layer, seq_id, start, end, out)
     _require_token_rows(state, seq_id, layer, "debug_get_kv")
@@ -76,7 +75,6 @@ def debug_get_kv_mla(
     relative: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    state.require_all_heads("debug_get_kv_mla")
     _require_token_rows(state, seq_id, layer, "debug_get_kv_mla")
     found = gathered(state, seq_id, start, end, layer, relative, None, "debug_get_kv_mla")
     rows = [row.k.squeeze(1) for row in found]
@@ -90,13 +88,12 @@ def debug_get_kv_mla(
 def debug_set_kv(
     state: StateParts, seq_id: SeqId, start: int, k: Tensor, v: Tensor | None = None, *, layer: int | None = None
 ) -> None:
-    state.require_all_heads("debug_set_kv")
     if state.encoders is not None and layer in state.encoders.specs:
         overwrite_encoder(state, state.encoders, layer, seq_id, start, k, v)
         return
     _require_token_rows(state, seq_id, layer, "debug_set_kv")
     recurrent = not has_rows(state, layer)
-    layers, count = ([], k.shape[0] if k.dim() else 0) if recurrent else rows_to_set(state, k, v, layer)
+    layers, count = ({}, k.shape[0] if k.dim() else 0) if recurrent else rows_to_set(state, k, v, layer)
     start = check_integer(start, "debug_set_kv: start", 0)
     sequence = state.sequences.get(seq_id)
     if start + count > sequence.length:
@@ -107,21 +104,25 @@ def debug_set_kv(
         refuse_layers(state, layer, "debug_set_kv")
     state.sequences.require_closed("debug_set_kv")
     state.sequences.require_ready(seq_id, sequence, "debug_set_kv")
-    classes = sorted({one.class_index for one in layers})
+    classes = sorted({one.class_index for one in layers.values()})
     part = range(start, start + count)
     for index in classes:
         require_held(state, seq_id, index, [part] if part else [], "debug_set_kv")
     owned = state.sequences.own_pages(seq_id, part.start, part.stop, classes)
     for kept, copies in zip(state.paged.classes, owned, strict=True):
         kept.storage.copy(copies)
-    for row, one in enumerate(layers):
+    for row, one in enumerate(layers.values()):
         slots = torch.from_numpy(state.sequences.slots(one.class_index, seq_id, [part])).to(state.device)
         new_k = (k if layer is not None else k[row]).to(state.device)
         storage = state.paged.classes[one.class_index].storage
         if v is None:
             storage.write(one.index, slots, new_k.unsqueeze(1))
-        else:
-            storage.write(one.index, slots, new_k, (v if layer is not None else v[row]).to(state.device))
+            continue
+        new_v = (v if layer is not None else v[row]).to(state.device)
+        if state.division is not None:
+            rank, heads = state.division.share.rank, geometry(one.spec).kv_heads
+            new_k, new_v = (state.division.heads_of(rank, new, heads) for new in (new_k, new_v))
+        storage.write(one.index, slots, new_k, new_v)
 
 
 def _require_token_rows(state: StateParts, seq_id: SeqId, layer: int | None, verb: str) -> None:
@@ -137,7 +138,6 @@ def _require_token_rows(state: StateParts, seq_id: SeqId, layer: int | None, ver
 
 
 def debug_get(state: StateParts, layer_id: int, state_id: int, seq_id: SeqId, *, position: int | None = None) -> Tensor:
-    state.require_all_heads("debug_get")
     if position is not None:
         position = check_integer(position, "debug_get: position", 0)
     state.state_tensor(layer_id, state_id, "debug_get", seq_id)
@@ -151,7 +151,6 @@ def debug_get(state: StateParts, layer_id: int, state_id: int, seq_id: SeqId, *,
 
 
 def debug_set(state: StateParts, layer_id: int, state_id: int, seq_id: SeqId, data: Tensor) -> None:
-    state.require_all_heads("debug_set")
     one = state.state_tensor(layer_id, state_id, "debug_set", seq_id)
     if tuple(data.shape) != one.shape or data.dtype != dtype_of(one):
         raise InvalidArgument(
@@ -176,7 +175,7 @@ def gathered(
     end = None if end is None else check_integer(end, f"{verb}: end", start)
     if out is not None and len(out) != 2:
         raise InvalidArgument(f"{verb}: out has {len(out)} tensors; a pair for K and V is needed")
-    layers = layers_of(state, layer_id, verb) if has_rows(state, layer_id) else []
+    layers = layers_of(state, layer_id, verb) if has_rows(state, layer_id) else {}
     sequence = state.sequences.get(seq_id)
     gone = sequence.evicted if relative else 0
     total = sequence.stored - gone
@@ -194,17 +193,18 @@ def gathered(
         sink = sequence.window.sink
         parts = [range(start, min(end, sink)), range(max(start, sink) + gone, end + gone)]
     parts = [part for part in parts if part]
-    for layer in layers:
+    for layer in layers.values():
         require_held(state, seq_id, layer.class_index, parts, verb)
     found = []
-    for layer in layers:
+    for number, layer in layers.items():
         slots = state.sequences.slots(layer.class_index, seq_id, parts)
-        found.append(state.paged.classes[layer.class_index].storage.read(layer.index, slots))
+        found.append(state.paged.format.expand(geometry(state.whole_specs[number]), state.take(number, slots)))
     return found
 
 
-def rows_to_set(state: StateParts, k: Tensor, v: Tensor | None, layer_id: int | None) -> tuple[list[Layer], int]:
-    """Return the layers for these rows and the number of rows of each, else ``InvalidArgument``."""
+def rows_to_set(state: StateParts, k: Tensor, v: Tensor | None, layer_id: int | None) -> tuple[dict[int, Layer], int]:
+    """Return the layers for these rows, by id, and their number of rows, else
+    ``InvalidArgument``."""
     if layer_id is not None:
         latent = state.layer(layer_id).spec.kind == "latent"
     else:
@@ -216,7 +216,7 @@ def rows_to_set(state: StateParts, k: Tensor, v: Tensor | None, layer_id: int | 
     layers = layers_of(state, layer_id, "debug_get_kv_mla" if latent else "debug_get_kv")
     if not layers:
         raise InvalidArgument("debug_set_kv: no layer has K and V; give the rows of latent layers as k, without v")
-    shape = geometry(layers[0].spec)
+    shape = geometry(state.whole_specs[next(iter(layers))])
     lead = () if layer_id is not None else (len(layers),)
     count = k.shape[len(lead)] if k.dim() > len(lead) else -1
     inner = (
@@ -253,11 +253,11 @@ def has_rows(state: StateParts, layer_id: int | None) -> bool:
     return state.recurrent is None or layer_id not in state.recurrent.layer_ids
 
 
-def layers_of(state: StateParts, layer_id: int | None, verb: str) -> list[Layer]:
-    """Return one layer, or all, of the kinds that have the verb, of one geometry; empty: none."""
+def layers_of(state: StateParts, layer_id: int | None, verb: str) -> dict[int, Layer]:
+    """Return one layer, or all, of the kinds that have the verb, of one geometry, by id."""
     ids = state.paged.layer_ids if layer_id is None else [layer_id]
-    layers = [layer for layer in map(state.layer, ids) if not layer_refusal(verb, layer.spec.kind)]
-    if len({geometry(layer.spec) for layer in layers}) > 1:
+    layers = {one: layer for one in ids if not layer_refusal(verb, (layer := state.layer(one)).spec.kind)}
+    if len({geometry(layer.spec) for layer in layers.values()}) > 1:
         raise InvalidArgument("the layers differ in geometry; name one with layer=")
     return layers
 

@@ -179,6 +179,7 @@ class Trunk:
         self.max_model_len = config.max_model_len
         self.config: dict[str, Any] = dict(values)
         self.canonical_config = canonical
+        self.whole_specs: Sequence[LayerSpec] = ()
         self.embedding = _embedding(config, late(parameters, "embed.weight"))
         self.norm = norm
         self.lm_head = Linear(late(parameters, "embed.weight" if config.tie_embeddings else "head.weight"), name="head")

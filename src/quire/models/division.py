@@ -107,6 +107,10 @@ class GatheredLinear(Linear):
     def out_features(self) -> int:
         return self.rows
 
+    def plain_weight(self) -> Tensor:
+        """Return the rows that are here."""
+        return self.own.plain_weight()
+
     def product(self, x_TI: Tensor) -> Tensor:
         """Map ``[R, E]`` to ``[R, O]``."""
         own_RO = self.own.product(x_TI)

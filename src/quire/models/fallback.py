@@ -54,6 +54,7 @@ class FallbackModel:
         self.architecture = type(causal).__name__
         self.config: dict[str, Any] = dict(values)
         self.canonical_config = canonical_of(self.config, None)
+        self.whole_specs: Sequence[LayerSpec] = ()
         self.embedding = causal.get_input_embeddings()
         weight: Tensor = self.embedding.weight
         self.vocab_size = int(causal.get_output_embeddings().weight.shape[0])

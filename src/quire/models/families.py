@@ -17,6 +17,7 @@ from torch import Tensor
 from quire.base.errors import CheckpointError, Unsupported
 from quire.base.registry import Registry
 from quire.contracts.block_calls import LayerKernels
+from quire.contracts.layers import LayerSpec
 from quire.contracts.model import Model
 from quire.models import (
     bamba,
@@ -69,6 +70,8 @@ class LoadedModel(Model, Protocol):
     ``max_position``."""
     config: dict[str, Any]
     """The parsed ``config.json``."""
+    whole_specs: Sequence[LayerSpec]
+    """The layers with all heads of a model that ranks divide; empty: it is not divided."""
     canonical_config: str
     """Canonical JSON of the fields that decide the logits, equal for all spellings of a model."""
     formats: Mapping[str, int]

@@ -135,6 +135,8 @@ def load_model(
             weights.release()
             if share is not None:
                 model.canonical_config = whole.canonical()
+                model.whole_specs = whole.layers
+                model.num_parameters = sum(math.prod((one.whole or one).shape) for one in places.values())
                 divide_head(cast(Decoder[Any], model), share)
             if model.pack(replace(kernels, read=weights.read, stored=weights.stored)):
                 logger.info("%s: weights are laid out for this machine's products", path)

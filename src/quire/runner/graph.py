@@ -152,6 +152,11 @@ class GraphRunner:
         """See ``Runner``."""
         return self._inner.revision + self._revision
 
+    @property
+    def fault(self) -> str:
+        """See ``Runner``."""
+        return self._inner.fault
+
     def execute(self, step: Step) -> StepOutput:
         """See ``Runner``. A failure undoes the forward: the state is as after the edits."""
         captured = self._step_of(step)

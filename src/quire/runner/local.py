@@ -44,6 +44,7 @@ from quire.blend.forward import BlendedForward
 from quire.blend.row_sources import RowSources
 from quire.contracts.kv_state import ModelState
 from quire.contracts.model import Block, Model, OpenPass
+from quire.contracts.ranks import Group
 from quire.kv import layer_memory, sequencefile
 from quire.kv.rule_table import position_refusal, weights_refusal
 from quire.runner.reclaim import Room
@@ -115,6 +116,10 @@ class Runner(Protocol):
     def revision(self) -> int:
         """Number of executed steps, including steps without chunks."""
 
+    @property
+    def fault(self) -> str:
+        """The reason why no forward can run any more; empty: they can."""
+
     def execute(self, step: Step) -> StepOutput:
         """Apply the edits in order, then run the chunks as one forward."""
 
@@ -130,19 +135,26 @@ class LocalRunner:
     """Runs on the device that holds the model and the state."""
 
     def __init__(
-        self, model: Model, state: ModelState, device: torch.device, adapters: AdapterPool | None = None
+        self,
+        model: Model,
+        state: ModelState,
+        device: torch.device,
+        adapters: AdapterPool | None = None,
+        group: Group | None = None,
     ) -> None:
-        """Make a runner; ``adapters`` None: no adapter can change the model."""
+        """Make a runner; ``adapters`` None: no adapter can change the model. ``group``: the ranks
+        that divide the model, of which only rank 0 has logits; None: it is whole."""
         self.adapters = AdapterPool.without_sites() if adapters is None else adapters
         self.model = model
         self._wide = getattr(model, "wide", None)
         self.state = state
         self.device = device
+        self._has_logits = group is None or group.rank == 0
         self._seqs = itertools.count()
         self._no_logits = torch.empty(0, model.vocab_size, device=device)
         self.room = Room()
         self.transfers: dict[SeqId, Transfer] = {}
-        self.row_sources = RowSources(state)
+        self.row_sources = RowSources(state, None if group is None else group.sum)
         self.files: dict[SeqId, StateFile] = {}
         self.logits: dict[int, Tensor] = {}
         self._revision = 0
@@ -155,6 +167,11 @@ class LocalRunner:
     def revision(self) -> int:
         """See ``Runner``."""
         return self._revision
+
+    @property
+    def fault(self) -> str:
+        """See ``Runner``."""
+        return ""
 
     def execute(self, step: Step) -> StepOutput:
         """See ``Runner``. A failure undoes the forward: the state is as after the edits."""
@@ -267,7 +284,7 @@ class LocalRunner:
         with torch.no_grad():
             if inputs.places:
                 # The adapters' work on the head is planned for all rows.
-                places = self._tensors_at(inputs.places, np.diff(starts).tolist())
+                places = self._tensors_at(inputs.places, np.diff(starts).tolist()) if self._has_logits else None
                 self._head_to(x_RE, places, HEAD_ROWS if plain else max(1, starts[-1]))
                 del places
                 starts = (0,) * len(starts)
@@ -328,12 +345,13 @@ class LocalRunner:
             for place, count in zip(places, counts, strict=True)
         ]
 
-    def _head_to(self, x_RE: Tensor, places: Sequence[Tensor], most: int) -> None:
-        """Write the logits of all rows to their destinations, ``most`` rows at a time."""
+    def _head_to(self, x_RE: Tensor, places: Sequence[Tensor] | None, most: int) -> None:
+        """Write the logits of all rows to their destinations, if there are any, ``most`` rows at a
+        time."""
         chunk = offset = 0
         for begin in range(0, len(x_RE), most):
             logits_RV = self.model.head(x_RE[begin : begin + most])
-            while len(logits_RV):
+            while places is not None and len(logits_RV):
                 count = min(len(places[chunk]) - offset, len(logits_RV))
                 places[chunk][offset : offset + count] = logits_RV[:count]
                 logits_RV, offset = logits_RV[count:], offset + count

@@ -1,189 +1,43 @@
-"""Ranks: processes that divide a model and replay the same steps.
+"""``RankedRunner``: a model divided among processes, which replay the same steps.
 
 Rank 0 is the user's process. It schedules, samples and answers; ``RankedRunner`` sends each step to
 the other ranks and runs its own part. The others are children: each holds its part of the weights
 and of K and V, and the same pages. Steps go through sockets as pickles, sums and gathers through
 ``torch.distributed``.
-
-Letters: R rows, O output features.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
-import socket
-import subprocess
-import sys
-import tempfile
-import weakref
-from collections.abc import Sequence
-from contextlib import suppress
-from datetime import timedelta
+from dataclasses import replace
 from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import Any
+from typing import cast
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
-from torch._C._distributed_c10d import FileStore
 
-from quire.base.errors import QuireError, RanksBroken, Unsupported
-from quire.base.types import Import, Load, Overwrite, SeqId, Step
-from quire.contracts.ranks import Share
+from quire.adapters.pool import AdapterPool
+from quire.base.errors import FailedPrecondition, QuireError, RanksBroken, Unsupported
+from quire.base.types import FinishImport, Import, Load, Remove, SeqId, Step
+from quire.blend.forward import pieces_of
+from quire.blend.rows_task import RowsPiece
+from quire.contracts.adapters import Adapter
+from quire.kv import sequencefile
+from quire.kv.parts import StateParts
+from quire.kv.state import State
+from quire.kv.storage import geometry
 from quire.runner.local import LocalRunner, StepOutput
-
-TIMEOUT = timedelta(minutes=5)
-"""Time that a rank waits for another one in a sum: longer than the longest forward."""
-ENDED = "a process that holds a part of the model has ended, or does not answer; load the model again"
-ANSWER_SECONDS = 20.0
-"""Seconds that rank 0 waits for another rank to confirm that a step failed there too."""
-END_SECONDS = 5.0
-"""Seconds that a rank has to end by itself."""
-
-
-class TorchGroup:
-    """A ``Group`` over ``torch.distributed``: gloo for CPUs, NCCL for GPUs."""
-
-    def __init__(self, share: Share, device: torch.device, meeting: Path) -> None:
-        """Wait for all ranks. ``meeting``: a file that they share, and that does not exist yet."""
-        self.rank, self.size = share.rank, share.size
-        store = FileStore(str(meeting), share.size)
-        self._group: Any
-        if device.type == "cuda":
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = TIMEOUT
-            self._group = dist.ProcessGroupNCCL(store, share.rank, share.size, options)
-        else:
-            gloo: Any = dist.ProcessGroupGloo
-            chosen = gloo._Options()
-            chosen._devices = [gloo.create_device(hostname="127.0.0.1")]
-            chosen._timeout = TIMEOUT
-            self._group = gloo(store, share.rank, share.size, chosen)
-
-    def sum(self, x: Tensor) -> Tensor:
-        """See ``Group``."""
-        # The sum of two numbers is rounded once in any type; each further number rounds it again.
-        sums = x.float() if self.size > 2 and x.element_size() == 2 else x
-        try:
-            self._group.allreduce([sums]).wait()
-        except RuntimeError as error:
-            raise RanksBroken(ENDED) from error
-        return x if sums is x else x.copy_(sums)
-
-    def gather(self, x_RO: Tensor) -> Tensor | None:
-        """See ``Group``."""
-        found = [[torch.empty_like(x_RO) for _ in range(self.size)]] if self.rank == 0 else []
-        options = dist.GatherOptions()
-        options.rootRank = 0
-        try:
-            self._group.gather(found, [x_RO.contiguous()], options).wait()
-        except RuntimeError as error:
-            raise RanksBroken(ENDED) from error
-        return torch.cat(found[0], -1) if self.rank == 0 else None
-
-
-class Ranks:
-    """The other ranks, as rank 0 sees them. They end with this object, and with this process."""
-
-    def __init__(self, size: int, main: str) -> None:
-        """Start ``size - 1`` processes; each runs ``main``, Python code that is given the number of
-        a file descriptor, and answers there."""
-        self.size = size
-        self.broken = ""
-        """The reason why no step can run any more; empty while steps can."""
-        self._meeting = Path(tempfile.mkdtemp(prefix="quire-ranks-"))
-        self.meeting = self._meeting / "store"
-        """Where the ranks' groups meet."""
-        self._pipes: list[Connection] = []
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self.close = weakref.finalize(self, _end, self._processes, self._pipes, self._meeting, os.getpid())
-        for _ in range(1, size):
-            ours, theirs = socket.socketpair()
-            with theirs:
-                started = subprocess.Popen(
-                    [
-                        sys.executable,
-                        "-c",
-                        f"import sys; sys.path[:] = sys.argv[1:]; {main}({theirs.fileno()})",
-                        *sys.path,
-                    ],
-                    pass_fds=[theirs.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    # Ctrl-C is rank 0's to handle.
-                    start_new_session=True,
-                )
-            self._processes.append(started)
-            self._pipes.append(Connection(ours.detach()))
-
-    def tell(self, messages: Sequence[object]) -> None:
-        """Send a message to each of the others. ``RanksBroken`` if one has ended."""
-        for pipe, message in zip(self._pipes, messages, strict=True):
-            self._send(pipe, message)
-
-    def wait(self) -> None:
-        """Wait until all others have done what they were told; raise the error of one that could
-        not. ``RanksBroken`` if one has ended."""
-        for pipe in self._pipes:
-            try:
-                answer = pipe.recv()
-            except (EOFError, OSError) as error:
-                raise self._break(error) from error
-            if isinstance(answer, BaseException):
-                self._break(answer)
-                raise answer
-
-    def send(self, message: object) -> None:
-        """Send one message to all others. ``RanksBroken`` if one has ended."""
-        if self.broken:
-            raise RanksBroken(self.broken)
-        for pipe in self._pipes:
-            self._send(pipe, message)
-
-    def confirm_failure(self) -> None:
-        """After a step that failed here: return if it failed on all ranks, and so left all states
-        equal. Otherwise end the others: no step can run any more."""
-        if self.broken:
-            return
-        try:
-            self.send(FAILED)
-            if all(pipe.poll(ANSWER_SECONDS) and pipe.recv() == FAILED for pipe in self._pipes):
-                return
-        except (EOFError, OSError, RanksBroken):
-            pass
-        self._break("a step failed on some ranks only")
-
-    def _send(self, pipe: Connection, message: object) -> None:
-        try:
-            pipe.send(message)
-        except OSError as error:
-            raise self._break(error) from error
-
-    def _break(self, why: object) -> RanksBroken:
-        self.broken = f"{ENDED} ({why})" if str(why) else ENDED
-        self.close()
-        return RanksBroken(self.broken)
-
-
-FAILED = "failed"
-"""Message and answer: the last step failed here."""
-
-
-def _end(processes: Sequence[subprocess.Popen[bytes]], pipes: Sequence[Connection], folder: Path, owner: int) -> None:
-    """End processes whose owner is this process: they end when their pipe does."""
-    for pipe in pipes:
-        with suppress(OSError):
-            pipe.close()
-    if os.getpid() != owner:
-        return
-    for process in processes:
-        try:
-            process.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-    shutil.rmtree(folder, ignore_errors=True)
+from quire.runner.rank_messages import (
+    FAILED,
+    WEIGHTS,
+    HeldRows,
+    LoadAdapter,
+    Put,
+    Rows,
+    Take,
+    UnloadAdapter,
+    receive,
+    send,
+)
+from quire.runner.rank_processes import ANSWER_SECONDS, Ranks
 
 
 class RankedRunner:
@@ -193,7 +47,7 @@ class RankedRunner:
         """Wrap the runner of rank 0's part."""
         self.model, self.state, self.room, self.adapters = inner.model, inner.state, inner.room, inner.adapters
         self.transfers, self.row_sources, self.logits = inner.transfers, inner.row_sources, inner.logits
-        self.files = inner.files
+        self.files, self.device = inner.files, inner.device
         self.ranks, self._inner = ranks, inner
 
     @property
@@ -201,15 +55,47 @@ class RankedRunner:
         """See ``Runner``."""
         return self._inner.revision
 
+    @property
+    def fault(self) -> str:
+        """See ``Runner``. A rank that hangs is found by the next step."""
+        return self.ranks.fault
+
     def new_seq(self) -> SeqId:
         """See ``Runner``."""
         return self._inner.new_seq()
 
     def execute(self, step: Step) -> StepOutput:
-        """See ``Runner``. ``Unsupported`` for a step that needs all heads in one process, and
-        ``RanksBroken`` for chunks once a rank has ended."""
+        """See ``Runner``. ``Unsupported`` for a step that ranks cannot run, and ``RanksBroken`` for
+        chunks once a rank has ended.
+
+        The others know neither files nor transfers: rank 0 reads, and gives each its heads. So a
+        step that awaits transfers begins when all layers are there.
+        """
         if reason := refusal(step):
             raise Unsupported(f"tensor_parallel_size {self.ranks.size}: {reason}", field="tensor_parallel_size")
+        match step.edits:
+            case (Load() as edit,):
+                return self._load(edit)
+        if step.awaited or step.blend is not None:
+            try:
+                self._wait(step)
+                parts = self._cached_rows(step)
+            except BaseException:
+                self._run(Step(edits=step.edits))
+                raise
+            self.ranks.tell([Rows(part) for part in parts[1:]])
+            sources = self.row_sources.sources
+            given = {name: sources[name] for name in parts[0]}
+            sources.update(parts[0])
+            try:
+                output = self._run(replace(step, awaited=()))
+            finally:
+                sources.update(given)
+        else:
+            output = self._run(step)
+        return self._with_all_weights(output) if output.attention_weights or output.observed else output
+
+    def _run(self, step: Step) -> StepOutput:
         try:
             self.ranks.send(step)
         except RanksBroken:
@@ -218,40 +104,138 @@ class RankedRunner:
             return self._inner.execute(step)  # a request ends at its chunk; what remains is to free sequences
         try:
             return self._inner.execute(step)
+        except RanksBroken:
+            raise self.ranks.fail() from None
         except BaseException:
             self.ranks.confirm_failure()
             raise
 
+    def _with_all_weights(self, output: StepOutput) -> StepOutput:
+        """Return the output with the attention weights of all query heads."""
+        parts = [(output.attention_weights, output.observed), *self.ranks.last_weights()]
+        every = [
+            tuple(torch.cat([one.to(self.device) for one in heads]) for heads in zip(*chunks, strict=True))
+            for chunks in zip(*(weights for weights, _ in parts), strict=True)
+        ]
+        observed = {
+            layer: tuple(
+                torch.cat([one.to(self.device) for one in heads])
+                for heads in zip(*(own[layer] for _, own in parts), strict=True)
+            )
+            for layer in output.observed
+        }
+        return replace(output, attention_weights=tuple(every), observed=observed)
+
+    def _load(self, edit: Load) -> StepOutput:
+        """Make a sequence from a file; each rank gets its heads."""
+        if edit.seq not in self.files:
+            raise FailedPrecondition(f"sequence {edit.seq} is to be loaded, and no state file is open for it")
+        self._run(Step(edits=(Import(edit.seq, edit.metadata),)))
+        try:
+            sequencefile.fill(self.state, edit.seq, self.files[edit.seq], edit.metadata, edit.prefix)
+            return self._run(Step(edits=(FinishImport(edit.seq),)))
+        except BaseException:
+            self._run(Step(edits=(Remove(edit.seq),)))
+            raise
+
+    def _wait(self, step: Step) -> None:
+        """Wait for all layers of the transfers of a step."""
+        for seq in step.awaited:
+            if seq not in self.transfers:
+                raise FailedPrecondition(f"sequence {seq} is awaited, and no transfer brings it")
+            for layer in self.state.geometry.layer_ids:
+                self.transfers[seq].wait(layer)
+
+    def _cached_rows(self, step: Step) -> list[dict[int, HeldRows]]:
+        """Return the cached rows that a step names, of each rank's heads. ``BlendLoadError``."""
+        parts: list[dict[int, HeldRows]] = [{} for _ in range(self.ranks.size)]
+        state = cast(State, self.state).parts
+        for chunk, one in enumerate(() if step.blend is None else step.blend.chunks):
+            if one is None or one.source not in self.row_sources.sources:
+                continue
+            source = self.row_sources.sources[one.source]
+            layers = {layer: pieces_of(source, layer, chunk) for layer in state.paged.layer_ids}
+            for rank, part in enumerate(parts):
+                part[one.source] = HeldRows(
+                    {
+                        layer: [_heads_of(state, layer, rank, piece) for piece in pieces]
+                        for layer, pieces in layers.items()
+                    }
+                )
+        return parts
+
+
+def _heads_of(state: StateParts, layer: int, rank: int, piece: RowsPiece) -> RowsPiece:
+    """Return the rows of a rank's heads."""
+    assert state.division is not None
+    count = geometry(state.spec(layer)).kv_heads
+    k, v = (state.division.heads_of(rank, rows, count) for rows in (piece.k, piece.v))
+    return piece._replace(k=k, v=v)
+
 
 def refusal(step: Step) -> str:
     """Return the reason why ranks cannot run a step; empty: they can."""
-    if step.blend is not None or step.awaited:
-        return "ranks do not share cached or arriving state"
-    if any(isinstance(edit, (Import, Load, Overwrite)) for edit in step.edits):
-        return "state of all heads is written into sequences of some heads"
-    inputs = step.inputs
-    if inputs.attention_weights or inputs.observed:
-        return "attention weights are of all heads"
-    if inputs.places or inputs.drawn is not None:
-        return "logits and tokens stay on rank 0"
-    return ""
+    if step.blend is not None and step.blend.check_layer is None:
+        return "a blend executor of the caller's own chooses among rows of all heads"
+    if any(isinstance(edit, Load) for edit in step.edits) and (step.chunks or len(step.edits) > 1):
+        return "a state file is loaded by a step of its own"
+    return "" if step.inputs.drawn is None else "tokens are drawn on rank 0"
 
 
 def serve_steps(runner: LocalRunner, pipe: Connection) -> None:
-    """Run the steps that rank 0 sends, until it ends. An error is rank 0's to report if it has the
-    same; if it has none, end, so that rank 0 notices."""
-    while True:
+    """Do what rank 0 sends, until it ends. A step's error is rank 0's to report if it has the same;
+    if it has none, end, so that rank 0 notices."""
+    state, failed = cast(State, runner.state), False
+    weights: tuple[object, object] = ((), {})
+    while not failed or pipe.poll(ANSWER_SECONDS):
         try:
-            message = pipe.recv()
+            message = receive(pipe)
         except (EOFError, OSError):
             return
-        failed = False
-        if message != FAILED:
-            try:
-                runner.execute(message)
-                continue
-            except QuireError:
-                failed = True
-            if not pipe.poll(ANSWER_SECONDS) or pipe.recv() != FAILED:
+        match message:
+            case Take(place, slots_N):
+                send(pipe, state.parts.storage(place).take(place[1], slots_N))
+            case Put(seq, place, slots_N, planes):
+                if seq in state.parts.imports:
+                    found = {name: plane.to(runner.device) for name, plane in planes.items()}
+                    state.parts.storage(place).put(place[1], slots_N, found)
+            case Rows(sources):
+                named = {
+                    name: HeldRows(
+                        {layer: [_on(runner.device, one) for one in pieces] for layer, pieces in held.layers.items()}
+                    )
+                    for name, held in sources.items()
+                }
+                runner.row_sources.sources.update(named)
+            case LoadAdapter(adapter_id, adapter):
+                send(pipe, _loaded(runner.adapters, adapter, adapter_id))
+            case UnloadAdapter(adapter_id):
+                if adapter_id in runner.adapters.ids:
+                    runner.adapters.unload(adapter_id)
+            case str() if message == WEIGHTS:
+                send(pipe, weights)
+            case str():
+                send(pipe, FAILED if failed else None)
+                failed = False
+            case _ if failed:
                 return
-        pipe.send(FAILED if failed else None)
+            case _:
+                try:
+                    output = runner.execute(message)
+                    weights = output.attention_weights, output.observed
+                except QuireError:
+                    failed = True
+                runner.row_sources.sources.clear()
+
+
+def _on(device: torch.device, piece: RowsPiece) -> RowsPiece:
+    return piece._replace(k=piece.k.to(device), v=piece.v.to(device))
+
+
+def _loaded(pool: AdapterPool, adapter: Adapter, adapter_id: int) -> QuireError | None:
+    """Load a rank's part; return the error."""
+    try:
+        pool.load(adapter, adapter_id)
+    except QuireError as error:
+        return error
+    return None

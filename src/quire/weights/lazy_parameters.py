@@ -20,7 +20,7 @@ from quire.base.errors import ResourceExhausted
 from quire.contracts.linear import BlockRows, CodeRows
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.floats import Floats
-from quire.weights.gguf_blocks import GgufBlocks
+from quire.weights.gguf_blocks import SIZES, GgufBlocks
 from quire.weights.gguf_files import GgufFiles
 from quire.weights.integer_codes import IntegerCodes
 from quire.weights.places import Place, parameter_dtypes, parameter_shapes
@@ -96,8 +96,8 @@ class LazyParameters(Mapping[str, Tensor]):
         """Return the rows of ``weight``, a matrix or one of a stack, in the blocks or codes of its
         file; empty if it has other formats."""
         late = self._lazy.get(weight.untyped_storage().data_ptr())
-        if late is None or any(place.whole is not None for place in self._tensors[late.name].values()):
-            return []  # a rank packs the values of its part
+        if late is None:
+            return []
         if late.name in self._unread and (codes := self._codes(late, weight)):
             return codes
         if late.name not in self._unread or weight.ndim != 2 or not weight.is_contiguous():
@@ -105,7 +105,7 @@ class LazyParameters(Mapping[str, Tensor]):
         if (inputs := weight.shape[1]) != late.shape[-1]:
             return []
         first = weight.storage_offset() // inputs
-        found: list[tuple[str, GgufBlocks, slice]] = []
+        found: list[tuple[str, Place, slice]] = []
         for name, place in sorted(self._tensors[late.name].items(), key=lambda item: item[1].row):
             start = place.row * math.prod(place.shape[1:-1])
             part = slice(max(first - start, 0), min(first + len(weight) - start, math.prod(place.shape[:-1])))
@@ -113,16 +113,23 @@ class LazyParameters(Mapping[str, Tensor]):
                 continue
             if not isinstance(place.format, GgufBlocks):
                 return []
-            found.append((name, place.format, part))
+            found.append((name, place, part))
+        rows = [self._rows(name, place, part) for name, place, part in found]
+        if any(one is None for one in rows):
+            return []
         self._count(late.name)
-        return [self._rows(name, form.name, part) for name, form, part in found]
+        return [one for one in rows if one is not None]
 
-    def _rows(self, name: str, kind: str, part: slice) -> BlockRows:
-        source = self._checkpoint.source
+    def _rows(self, name: str, place: Place, part: slice) -> BlockRows | None:
+        """Return rows of a tensor; None if a rank's part of them does not consist of blocks."""
+        source, kind = self._checkpoint.source, place.format.name
         if self._read_last[0] != name:  # the next matrix of a stack is in the same tensor
-            self._read_last = name, source.read(name)
+            rows = place.cut_stored(source.read(name), *SIZES[kind])
+            if rows is None:
+                return None
+            self._read_last = name, rows
         rows_RB = self._read_last[1].flatten(0, -2)
-        is_mapped = isinstance(source, GgufFiles) and source.is_mapped(rows_RB)
+        is_mapped = place.whole is None and isinstance(source, GgufFiles) and source.is_mapped(rows_RB)
         return BlockRows(f"{source.tensors[name].file}: {name}", kind, rows_RB[part], is_mapped)
 
     def _codes(self, late: _Lazy, weight: Tensor) -> list[CodeRows]:
@@ -141,10 +148,14 @@ class LazyParameters(Mapping[str, Tensor]):
                 return []
             stored = {one: self._checkpoint.source.read(one) for one in place.stored(name)}
             where = f"{self._checkpoint.tensors[next(iter(stored))].file}: {name}"
-            rows, columns = place.shape
-            codes = place.format.codes(where, stored, rows, columns, slice(0, rows))
+            rows, columns = (place.whole or place).shape
+            group = place.format.group
+            codes = place.cut_stored(place.format.codes(where, stored, rows, columns, slice(0, rows)), 1)
             scales = place.format.scales(where, stored, rows, columns).expand(rows, -1)
-            found.append(CodeRows(place.format.bits, place.format.group or columns, codes, scales))
+            parts = place.cut_stored(scales, group) if group else place.cut_rows(scales)
+            if codes is None or parts is None:
+                return []
+            found.append(CodeRows(place.format.bits, group or place.shape[1], codes, parts))
         self._count(late.name)
         return found
 

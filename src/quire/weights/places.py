@@ -65,6 +65,24 @@ class Place:
                 weights = torch.cat(found, axis) if several else found[0]
         return weights
 
+    def cut_rows(self, rows: Tensor) -> Tensor:
+        """Return the rank's part of rows whose columns are not divided."""
+        if self.whole is None:
+            return rows
+        (*own, _), (*wide, _) = self.shape, self.whole.shape
+        return replace(self, shape=(*own, 1), whole=replace(self.whole, shape=(*wide, 1))).cut(rows)
+
+    def cut_stored(self, rows: Tensor, unit: int, size: int = 1) -> Tensor | None:
+        """Return the rank's part of stored rows, of which ``size`` elements stand for ``unit``
+        weights; None if it does not begin and end between units."""
+        if self.whole is None:
+            return rows
+        (*own, inner), (*wide, outer) = self.shape, self.whole.shape
+        if inner != outer and inner % unit:
+            return None
+        inner, outer = (-(-count // unit) * size for count in (inner, outer))
+        return replace(self, shape=(*own, inner), whole=replace(self.whole, shape=(*wide, outer))).cut(rows)
+
 
 NameTable: TypeAlias = Mapping[str, Place]
 """Checkpoint tensor name to place. ``{}`` in names and parameters stands for every layer."""

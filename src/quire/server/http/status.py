@@ -93,7 +93,8 @@ class EmbeddingRequest(BoundedModel):
 @router.get("/v1/health", include_in_schema=False)
 @router.get("/health", tags=["status"])
 async def health(request: Request) -> Health:
-    """Answer 200 if the engine answers, 503 if it does not or while the server shuts down."""
+    """Answer 200 if the engine answers, 503 if it does not or while the server shuts down. An
+    engine of which a rank has ended does not answer."""
     context: Context = request.app.state.context
     if context.gate.closing:
         raise ApiError(503, "this server is shutting down", code="shutting_down")
@@ -108,6 +109,8 @@ async def health(request: Request) -> Health:
         probe.result()
     except QuireError as error:
         raise ApiError(503, f"the engine does not run: {error}", code="unhealthy") from error
+    if fault := context.llm.engine.runner.fault:
+        raise ApiError(503, f"the engine does not run: {fault}", code="unhealthy")
     return Health()
 
 

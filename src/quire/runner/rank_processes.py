@@ -1,0 +1,203 @@
+"""The processes of the other ranks, as rank 0 sees them.
+
+Steps, and rows of K and V, go through sockets that only two processes have (``rank_messages``), in
+one order: what is sent first is done first.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.base.errors import RanksBroken
+from quire.base.interrupts import Lock
+from quire.base.types import SeqId
+from quire.contracts.adapters import Adapter
+from quire.runner import torch_group
+from quire.runner.rank_messages import FAILED, WEIGHTS, LoadAdapter, Put, Take, UnloadAdapter, receive, send
+from quire.runner.torch_group import ENDED
+
+ANSWER_SECONDS = 20.0
+"""Seconds that one side waits for the other to confirm that a step failed there too."""
+END_SECONDS = 5.0
+"""Seconds that a rank has to end by itself."""
+
+
+class Ranks:
+    """They end with this object, and with this process. Any thread may call. ``PeerRows``: their
+    rows of K and V."""
+
+    def __init__(self, size: int, main: str) -> None:
+        """Start ``size - 1`` processes; each runs ``main``, Python code that is given the number of
+        a file descriptor, and answers there."""
+        self.size = size
+        self.broken = ""
+        """The reason why no step can run any more; empty while steps can."""
+        # They keep signals back: what is begun is sent, and each answer is read.
+        self._sending, self._asking = Lock(), Lock()
+        self._meeting = Path(tempfile.mkdtemp(prefix="quire-ranks-"))
+        self.meeting = self._meeting / "store"
+        """Where the ranks' groups meet."""
+        self._pipes: list[Connection] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self.close = weakref.finalize(self, _end, self._processes, self._pipes, self._meeting, os.getpid())
+        for _ in range(1, size):
+            ours, theirs = socket.socketpair()
+            # What is sent to a process that hangs fails in time.
+            limit = struct.pack("ll", int(torch_group.HANG_SECONDS), 0)
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+            with theirs:
+                started = subprocess.Popen(
+                    [
+                        sys.executable,
+                        "-c",
+                        f"import sys; sys.path[:] = sys.argv[1:]; {main}({theirs.fileno()})",
+                        *sys.path,
+                    ],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    # Ctrl-C is rank 0's to handle.
+                    start_new_session=True,
+                )
+            self._processes.append(started)
+            self._pipes.append(Connection(ours.detach()))
+
+    @property
+    def fault(self) -> str:
+        """The reason why no step can run; empty: steps can, as far as is known without one."""
+        return self.broken or (ENDED if any(one.poll() is not None for one in self._processes) else "")
+
+    def tell(self, messages: Sequence[object]) -> None:
+        """Send a message to each of the others. ``RanksBroken`` if one has ended."""
+        with self._sending:
+            if self.broken:
+                raise RanksBroken(self.broken)
+            for pipe, message in zip(self._pipes, messages, strict=True):
+                self._send(pipe, message)
+
+    def send(self, message: object) -> None:
+        """Send one message to all others. ``RanksBroken`` if one has ended."""
+        self.tell([message] * (self.size - 1))
+
+    def wait(self) -> None:
+        """Wait until all others have done what they were told; raise the error of one that could
+        not. ``RanksBroken`` if one has ended."""
+        for pipe in self._pipes:
+            answer = self._answer(pipe, None)
+            if isinstance(answer, BaseException):
+                self.fail(answer)
+                raise answer
+
+    def confirm_failure(self) -> None:
+        """After a step that failed here: return if it failed on all ranks, and so left all states
+        equal. Otherwise end the others: no step can run any more."""
+        if self.broken:
+            return
+        with suppress(RanksBroken), self._asking:
+            self.send(FAILED)
+            if all(self._answer(pipe, ANSWER_SECONDS) == FAILED for pipe in self._pipes):
+                return
+        self.fail("a step failed on some ranks only")
+
+    def fail(self, why: object = "") -> RanksBroken:
+        """End the others at once. Return the error for all that want to run."""
+        self.broken = self.broken or (f"{ENDED} ({why})" if str(why) else ENDED)
+        for process in self._processes:  # Threads that wait for one of them notice.
+            process.kill()
+        with self._sending:
+            self.close()
+        return RanksBroken(self.broken)
+
+    # -- rows of K and V ---------------------------------------------------------------------------
+
+    def take(
+        self, place: tuple[int, int], slots_N: NDArray[np.int64], ranks: Sequence[int]
+    ) -> list[Mapping[str, Tensor]]:
+        """See ``PeerRows``."""
+        pipes = [self._pipes[rank - 1] for rank in ranks]
+        with self._asking:
+            with self._sending:
+                if self.broken:
+                    raise RanksBroken(self.broken)
+                for pipe in pipes:
+                    self._send(pipe, Take(place, slots_N))
+            return [self._answer(pipe, torch_group.HANG_SECONDS) for pipe in pipes]
+
+    def put(
+        self,
+        seq: SeqId,
+        place: tuple[int, int],
+        slots_N: NDArray[np.int64],
+        parts: Sequence[Mapping[str, Tensor]],
+    ) -> None:
+        """See ``PeerRows``."""
+        self.tell([Put(seq, place, slots_N, part) for part in parts[1:]])
+
+    def last_weights(self) -> list[tuple[Any, Any]]:
+        """Return the attention weights of the last step, of the heads of each of the others: as
+        ``StepOutput.attention_weights`` and ``observed``."""
+        with self._asking:
+            self.send(WEIGHTS)
+            return [self._answer(pipe, torch_group.HANG_SECONDS) for pipe in self._pipes]
+
+    # -- adapters ----------------------------------------------------------------------------------
+
+    def load_adapter(self, adapter_id: int, parts: Sequence[Adapter]) -> None:
+        """See ``PeerAdapters``."""
+        with self._asking:
+            self.tell([LoadAdapter(adapter_id, part) for part in parts])
+            answers = [self._answer(pipe, torch_group.HANG_SECONDS) for pipe in self._pipes]
+        for error in filter(None, answers):
+            raise error
+
+    def unload_adapter(self, adapter_id: int) -> None:
+        """See ``PeerAdapters``."""
+        with suppress(RanksBroken):
+            self.send(UnloadAdapter(adapter_id))
+
+    # -- one pipe ----------------------------------------------------------------------------------
+
+    def _send(self, pipe: Connection, message: object) -> None:
+        try:
+            send(pipe, message)
+        except OSError as error:
+            raise self.fail(error) from error
+
+    def _answer(self, pipe: Connection, seconds: float | None) -> Any:
+        try:
+            if not pipe.poll(seconds):
+                raise self.fail(f"no answer in {seconds:.0f} seconds")
+            return receive(pipe)
+        except (EOFError, OSError) as error:
+            raise self.fail(error) from error
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]], pipes: Sequence[Connection], folder: Path, owner: int) -> None:
+    """End processes whose owner is this process: they end when their pipe does."""
+    for pipe in pipes:
+        with suppress(OSError):
+            pipe.close()
+    if os.getpid() != owner:
+        return
+    for process in processes:
+        try:
+            process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    shutil.rmtree(folder, ignore_errors=True)
