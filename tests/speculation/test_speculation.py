@@ -461,6 +461,7 @@ def test_cancelled_between_drafts(make_llm: MakeLLM, checkpoint: Checkpoint, ste
     check(llm)
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize("at", range(1, 6))
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen3-next"])
 def test_interrupted_while_tokens_are_taken(
