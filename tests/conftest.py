@@ -122,6 +122,8 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+    # Ten times as seldom as usual; all generations about as often.
+    gc.set_threshold(7000, 10, 1)
     # In every test pytest adds its handlers to each logger that hands nothing up; PyTorch has 60.
     for logger in logging.root.manager.loggerDict.values():
         if isinstance(logger, logging.Logger) and logger.name.startswith(("torch", "transformers")):

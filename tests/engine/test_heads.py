@@ -262,7 +262,7 @@ def pair(request: pytest.FixtureRequest, made: Any) -> Iterator[tuple[LLM, LLM]]
     check_head(both[1])
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(REQUEST, min_size=1, max_size=7))
 def test_random_requests(pair: tuple[LLM, LLM], requests: list[dict[str, Any]]) -> None:
@@ -272,7 +272,7 @@ def test_random_requests(pair: tuple[LLM, LLM], requests: list[dict[str, Any]]) 
     check_head(drafting)
 
 
-@pytest.mark.product(2)
+@pytest.mark.product(3)
 @pytest.mark.parametrize("depth", [1, 2, 5, 16])
 @pytest.mark.parametrize("name", ["eagle-llama", "mtp-qwen3-next", "mtp-deepseek-v3"])
 def test_each_depth(made: Any, make_llm: MakeLLM, name: str, depth: int) -> None:
@@ -468,7 +468,7 @@ def test_closed_between_drafts(made: Any) -> None:
     check_head(llm)
 
 
-@pytest.mark.product(2)
+@pytest.mark.product(3)
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("at", range(1, 9))
 @pytest.mark.parametrize("name", ["eagle-llama", "mtp-qwen3-next"])

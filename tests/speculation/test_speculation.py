@@ -123,7 +123,7 @@ def pair(
         assert_empty(one)
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(REQUEST, min_size=1, max_size=7), st.integers(0, 99))
 def test_random_requests(pair: tuple[LLM, LLM], requests: list[dict[str, Any]], seed: int) -> None:
