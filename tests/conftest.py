@@ -27,9 +27,7 @@ settings.register_profile("ci", derandomize=True, deadline=None, max_examples=40
 settings.register_profile("random", deadline=None)
 settings.load_profile("ci")
 
-pytest_plugins = ["tests.small_llms"]
-"""Fixtures of small models, for every room."""
-
+TESTS = Path(__file__).parent
 TURNS = {"hybrid": 3, "checkpoint": 3}
 """Fixtures over kinds of models, and how many of these take turns: ``turns(n)`` for all tests that
 use them and say nothing else.
@@ -41,12 +39,32 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Load the fixtures of small models, for every room, where tests run: the process that hands
+    them out to others needs no PyTorch.
+
+    Those begin to collect at different rooms. Each then compiles its share of the tests in a fresh
+    clone, and finds the others compiled.
+    """
+    given = getattr(config, "workerinput", None)
+    if given is not None or config.getoption("dist", "no") == "no":
+        config.pluginmanager.import_plugin("tests.small_llms")
+    if given is not None and [Path(arg).resolve() for arg in config.args] == [TESTS]:
+        rooms = sorted(
+            str(path) for path in {*TESTS.glob("test_*.py"), *(one.parent for one in TESTS.glob("*/test_*.py"))}
+        )
+        first = len(rooms) * int(given["workerid"].removeprefix("gw")) // int(given["workercount"])
+        config.args[:] = rooms[first:] + rooms[:first]
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of the cases of ``product(n)`` one of n is quick: of two parameters and more each value is
     among them. So of ``turns(n)``, where the name of the test says with which case to begin: what
     one test leaves out is in another one.
     """
+    if hasattr(config, "workerinput"):  # Each has collected in an order of its own.
+        items.sort(key=lambda item: item.path)
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("product") or (share(item) and not item.get_closest_marker("slow")):
@@ -104,6 +122,8 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+    # Ten times as seldom as usual; all generations about as often.
+    gc.set_threshold(7000, 10, 1)
     # In every test pytest adds its handlers to each logger that hands nothing up; PyTorch has 60.
     for logger in logging.root.manager.loggerDict.values():
         if isinstance(logger, logging.Logger) and logger.name.startswith(("torch", "transformers")):

@@ -94,7 +94,7 @@ def kept_in_int8() -> Iterator[pytest.MonkeyPatch]:
         yield patch
 
 
-TURNS = 3
+TURNS = 6
 """Formats take turns in ``make test``: a test of a suite runs over one of two, or none."""
 
 

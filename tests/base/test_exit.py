@@ -165,6 +165,7 @@ def test_what_was_accepted_is_written_at_exit(tmp_path: Path) -> None:
     assert written["kept"] >= 2
 
 
+@pytest.mark.slow
 def test_a_daemon_thread_of_the_program_may_be_in_a_call() -> None:
     status, said = ended(CALLING)
     assert status == 0, said

@@ -75,6 +75,7 @@ for name in ("generate", "chat"):
 """
 
 
+@pytest.mark.slow
 def test_a_field_is_declared_once(tmp_path: Path) -> None:
     """Its declaration is put into the source of ``SamplingParams``, and nothing else changes."""
     text = Path(sampling_params.__file__).read_text()

@@ -81,6 +81,7 @@ def require_length(pool: BranchPool, branch: Branch, length: int) -> None:
     pool.state.check()
 
 
+@pytest.mark.product(2)
 @pools
 @pytest.mark.parametrize("right", range(DRAFTS + 1))
 def test_drafts_of_a_chain_are_verified_and_taken_back(llama: Tiny, made: MakePool, right: int) -> None:  # noqa: F811

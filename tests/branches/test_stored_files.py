@@ -432,6 +432,7 @@ def killed(start: Callable[..., LLM], model: Checkpoint, directory: Path, times:
     return found
 
 
+@pytest.mark.slow
 def test_killed_at_random_moments(start: Callable[..., LLM], llama: Checkpoint, directory: Path) -> None:
     assert killed(start, llama, directory, 2, random.Random(1)) > 0
 

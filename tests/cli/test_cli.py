@@ -818,7 +818,7 @@ def test_a_closed_stdout_is_told(saved: Path) -> None:
     [
         pytest.param(["models"], marks=pytest.mark.slow),
         ["--version"],
-        ["generate", "x = 1\n", "--max-tokens", "2", "--dtype", "float32"],
+        pytest.param(["generate", "x = 1\n", "--max-tokens", "2", "--dtype", "float32"], marks=pytest.mark.slow),
     ],
 )
 def test_output_that_cannot_be_written(arguments: list[str]) -> None:

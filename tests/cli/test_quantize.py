@@ -62,6 +62,7 @@ def outputs_of(path: Path, **given: Any) -> tuple[list[Any], Any]:
         return [(one.token_ids, one.logprobs) for one in found], llm.model
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize("form", ["int4", "int8"])
 @pytest.mark.parametrize("name", MODELS)
 def test_numbers_are_those_of_the_quantisation(

@@ -265,7 +265,7 @@ def test_exact_prefixes_are_shared_by_exact_requests(exact: tuple[LLM, Alone]) -
 )
 def test_grammars(monkeypatch: pytest.MonkeyPatch, form: dict[str, Any]) -> None:
     know_their_batch(monkeypatch)
-    params = SamplingParams(temperature=1.0, seed=1, max_tokens=40, structured_outputs=form, exact=True, stop=["ff"])
+    params = SamplingParams(temperature=1.0, seed=1, max_tokens=24, structured_outputs=form, exact=True, stop=["ff"])
     options: dict[str, Any] = {"device": "cpu", "dtype": "bfloat16", "kv_cache_memory": "16MiB", "max_model_len": 256}
     texts = []
     with LLM("tiny-python", **options) as llm:

@@ -185,13 +185,23 @@ def test_each_first_draft_is_that_of_the_definition(made: Any, make_llm: MakeLLM
     outputs = llm.generate(prompts, greedy(12))
     assert token_ids(outputs) == [one.target.greedy(prompt, 12) for prompt in prompts]
     assert len(seen) >= 20
-    for ids, draft in seen:
-        row = one.logits(ids)[-1]
-        wanted = torch.full((len(row),), -torch.inf, dtype=torch.float64)
-        token = proposer.head.target_ids(range(len(row))).index(draft)
-        wanted[token] = row[token]
-        assert float(row.max() - wanted[token]) <= 2e-4 * float(row.abs().max())
+    assert_best(one, proposer, seen)
     check_head(llm)
+
+
+def assert_best(one: Made, proposer: Heads, seen: Sequence[tuple[list[int], int]]) -> None:
+    """First drafts behind tokens are the best ones by the definition, which is computed once for
+    tokens that begin alike.
+    """
+    rows: dict[tuple[int, ...], Tensor] = {}
+    for ids, draft in sorted(seen, key=lambda one: -len(one[0])):
+        whole = next((known for known in rows if known[: len(ids)] == tuple(ids)), tuple(ids))
+        if whole not in rows:
+            rows[whole] = one.logits(whole)
+        row = rows[whole][len(ids) - 2]
+        token = proposer.head.target_ids(range(len(row))).index(draft)
+        # As far as the logits may be in ``test_logits_are_those_of_the_definition``.
+        assert float(row.max() - row[token]) <= 2e-4 * float(row.abs().max())
 
 
 # -- hidden states of the right tokens -------------------------------------------------------------
@@ -252,7 +262,7 @@ def pair(request: pytest.FixtureRequest, made: Any) -> Iterator[tuple[LLM, LLM]]
     check_head(both[1])
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(REQUEST, min_size=1, max_size=7))
 def test_random_requests(pair: tuple[LLM, LLM], requests: list[dict[str, Any]]) -> None:
@@ -262,7 +272,7 @@ def test_random_requests(pair: tuple[LLM, LLM], requests: list[dict[str, Any]]) 
     check_head(drafting)
 
 
-@pytest.mark.product(2)
+@pytest.mark.product(3)
 @pytest.mark.parametrize("depth", [1, 2, 5, 16])
 @pytest.mark.parametrize("name", ["eagle-llama", "mtp-qwen3-next", "mtp-deepseek-v3"])
 def test_each_depth(made: Any, make_llm: MakeLLM, name: str, depth: int) -> None:
@@ -385,10 +395,7 @@ def test_turns_and_samples_go_on_with_the_context(made: Any, make_llm: MakeLLM) 
     llm.generate([random_tokens(30)], SamplingParams(temperature=1.0, seed=1, n=3, max_tokens=9, ignore_eos=True))
     assert begins() == {0}
     assert len(seen) > 20
-    for ids, draft in seen:
-        row = one.logits(ids)[-1]
-        token = proposer.head.target_ids(range(len(row))).index(draft)
-        assert float(row.max() - row[token]) <= 2e-4 * float(row.abs().max())
+    assert_best(one, proposer, seen)
     llm.generate([random_tokens(40)], greedy(4))
     begins()
     llm.generate([random_tokens(40)], greedy(4))
@@ -461,7 +468,7 @@ def test_closed_between_drafts(made: Any) -> None:
     check_head(llm)
 
 
-@pytest.mark.product(2)
+@pytest.mark.product(3)
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("at", range(1, 9))
 @pytest.mark.parametrize("name", ["eagle-llama", "mtp-qwen3-next"])

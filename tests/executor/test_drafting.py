@@ -121,6 +121,7 @@ DRAWN = [
 ]
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 @pytest.mark.parametrize("right", [0.0, 0.8, 1.0])
 def test_drafts_change_no_token(tiny: Tiny, params: list[SamplingParams], right: float) -> None:

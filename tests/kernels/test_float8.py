@@ -101,6 +101,7 @@ def made(outs: int, ins: int, *, bias: bool = False) -> tuple[Tensor, Tensor | N
     return weight, bias_O, Float8Linear().pack(weight, bias_O, "fp8")
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("outs", "ins"), [(16, 16), (48, 64), (320, 1040)])
 @pytest.mark.parametrize("rows", [0, 1, 3, 17, 64])
@@ -211,6 +212,7 @@ def turned(weight_XOI: Tensor) -> Tensor:
     return weight_XOI.transpose(1, 2).contiguous().transpose(1, 2)
 
 
+@pytest.mark.product(2)
 @pytest.mark.usefixtures("stacks_run")
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("outs", "ins"), [(16, 16), (48, 64), (320, 1040)])

@@ -85,6 +85,7 @@ def test_panels_hold_the_values(kind: str, rows: int) -> None:
     assert packed.nbytes <= -(-rows // 32) * 32 * 768 * 1.04 * SIZES[kind][1] / SIZES[kind][0]
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("outputs", "inputs"), [(96, 256), (70, 1792)])
@@ -143,6 +144,7 @@ def test_pairs_are_those_of_the_rounded_weights(kind: str, level: int) -> None:
         assert torch.equal(multiply(x), expanded(x)), rows
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize("level", [level for level in LEVELS if level >= TILES])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("outputs", "inputs"), [(40, 256), (96, 1792)])

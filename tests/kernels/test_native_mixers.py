@@ -306,6 +306,7 @@ def defined_row(layer: Layer, x: Tensor, rates: Tensor | None, states: list[Tens
 # -- tests -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)

@@ -632,6 +632,7 @@ def test_checkpoints_and_ring_of_the_specification() -> None:
 # ---- Export and import ---------------------------------------------------------------------------
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize("kind", sorted(KINDS))
 @pytest.mark.parametrize("length", [0, 1, 13])
 def test_export_and_import_into_another_page_size(kind: str, length: int) -> None:

@@ -33,7 +33,7 @@ ENTRIES = st.lists(
 ).filter(lambda entries: any(any(kept) for _, kept, _ in entries))
 
 
-@pytest.mark.parametrize("examples", [5, pytest.param(600, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [3, pytest.param(600, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_any_rows_of_any_entries(backend: str, examples: int) -> None:
     """Decodes and prompts, none of whose rows, some or all rehearse; what comes out, what the

@@ -89,6 +89,7 @@ def test_modes_are_equal() -> None:
             assert ((one - two).abs().amax((1, 2)) <= 2 * bound).all()
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize("mode", ["none", "normal", "inline"])
 @pytest.mark.parametrize("length", [1_000_007, 10_000_019])
 def test_positions_that_are_far_out(length: int, mode: RopeMode) -> None:

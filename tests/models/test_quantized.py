@@ -119,6 +119,7 @@ def parameters_of(path: Path, dtype: torch.dtype = torch.float32) -> dict[str, T
         return {name: weights[name].clone() for name in weights}
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("at_once", [1 << 22, 1 << 10], ids=["whole", "in-parts"])
 def test_values_are_those_of_the_layout(

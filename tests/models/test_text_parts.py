@@ -160,6 +160,7 @@ def scores_of(path: Path) -> tuple[list[float], Tensor]:
         return scores, session.logits()
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("model_type", sorted(set(TYPES) - WITHOUT_ENCODER))
 def test_text_has_the_logits_of_transformers(make: Callable[[str], tuple[Path, Any]], model_type: str) -> None:
     path, theirs = make(model_type)

@@ -235,7 +235,7 @@ def kill_and_resume(model: Path, folder: Path, oracle: LLM, rounds: int, seed: i
 
 
 def test_kill(plain_folder: Path, oracle: LLM, tmp_path: Path) -> None:
-    kill_and_resume(plain_folder, tmp_path, oracle, 4, 1)
+    kill_and_resume(plain_folder, tmp_path, oracle, 3, 1)
 
 
 @pytest.mark.slow

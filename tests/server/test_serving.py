@@ -119,12 +119,14 @@ def test_streams_are_cut_at_the_deadline(llm: AsyncLLM) -> None:
 
 
 SCRIPT = """
+import sys
 from quire import AsyncLLM
 from quire.server.http.serving import serve
 from quire.server.http.settings import ServerSettings
 llm = AsyncLLM("tiny-python", device="cpu", dtype="float32", kv_cache_memory="16MiB")
 serve(llm, ServerSettings(port=0, drain_seconds=600))
 assert not llm._background.stepper._thread.is_alive()
+assert not {"opentelemetry.sdk", "opentelemetry.exporter", "google.protobuf"} & set(sys.modules)
 print("closed", flush=True)
 """
 

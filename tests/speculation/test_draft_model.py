@@ -151,7 +151,7 @@ def pair(request: pytest.FixtureRequest, models: Any) -> Iterator[tuple[LLM, LLM
     check_draft(both[1])
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(8)
 @settings(max_examples=examples(5, 12), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(REQUEST, min_size=1, max_size=7))
 def test_random_requests(pair: tuple[LLM, LLM], requests: list[dict[str, Any]]) -> None:

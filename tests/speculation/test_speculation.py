@@ -123,7 +123,7 @@ def pair(
         assert_empty(one)
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(REQUEST, min_size=1, max_size=7), st.integers(0, 99))
 def test_random_requests(pair: tuple[LLM, LLM], requests: list[dict[str, Any]], seed: int) -> None:
@@ -461,6 +461,7 @@ def test_cancelled_between_drafts(make_llm: MakeLLM, checkpoint: Checkpoint, ste
     check(llm)
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize("at", range(1, 6))
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen3-next"])
 def test_interrupted_while_tokens_are_taken(

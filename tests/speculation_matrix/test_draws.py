@@ -83,10 +83,10 @@ def draws(checkpoint: Checkpoint, proposer: Told | None, params: Sequence[Sampli
 
 @pytest.mark.parametrize("way", WAYS)
 def test_draws_are_those_without_drafts(small: Checkpoint, way: str) -> None:
-    params = [SamplingParams(seed=seed, max_tokens=12, ignore_eos=True, **WAYS[way]) for seed in range(12)]
+    params = [SamplingParams(seed=seed, max_tokens=12, ignore_eos=True, **WAYS[way]) for seed in range(6)]
     expected = draws(small, None, params)
     assert draws(small, Guessing(), params) == expected
-    assert len({tuple(tokens) for tokens in expected}) > 6
+    assert len({tuple(tokens) for tokens in expected}) > 3
 
 
 def test_draws_under_a_grammar_are_those_without_drafts(world: World) -> None:
