@@ -78,6 +78,7 @@ class CountingRunner:
         self.model, self.state, self.room = inner.model, inner.state, inner.room
         self.adapters, self.transfers = inner.adapters, inner.transfers
         self.row_sources, self.logits, self.files = inner.row_sources, inner.logits, inner.files
+        self.fault = inner.fault
         self.tokens = 0
 
     @property

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
@@ -206,7 +207,7 @@ def _split_of(file: GgufFile) -> Split:
 def _byte_level(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
     file, split = vocabulary.file, _split_of(vocabulary.file)
     texts = file.texts("tokenizer.ggml.merges")
-    merges = [tuple(merge.split(" ", 1)) for merge in texts]
+    merges: list[Any] = [tuple(merge.split(" ", 1)) for merge in texts]
     if (wrong := next((text for text, parts in zip(texts, merges, strict=True) if len(parts) < 2), None)) is not None:
         raise CheckpointError(f"{file.path}: {wrong!r} in tokenizer.ggml.merges; expected two tokens and a space")
     backend = tokenizers.Tokenizer(models.BPE(dict(vocabulary.ids), merges, ignore_merges=split.whole))
