@@ -1,7 +1,8 @@
 """The first token of a cold process: imports, loading, one step. Files are in the page cache.
 
-Each round starts a new process. Times are medians in seconds; *beyond torch* is all but ``import
-torch``. *Peak* is the largest resident memory, mapped files included.
+Each round starts a new process, whose prompt is a short text. Times are medians in seconds;
+*beyond torch* is all but ``import torch``. *Peak* is the largest resident memory, mapped files
+included.
 
 ``python bench/cold_start.py MODEL [MODEL ...] [--rounds 5] [--dtype auto]``
 """
@@ -28,7 +29,8 @@ from quire import LLM, SamplingParams
 times.append(time.perf_counter())
 llm = LLM(sys.argv[1], dtype=sys.argv[2], kv_cache_memory="256MiB", max_model_len=2048)
 times.append(time.perf_counter())
-llm.generate([[5, 6, 7, 8]], SamplingParams(temperature=0, max_tokens=1))
+prompt = [5, 6, 7, 8] if llm.tokenizer is None else "def f(x):"
+llm.generate([prompt], SamplingParams(temperature=0, max_tokens=1))
 times.append(time.perf_counter())
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 print(json.dumps([[end - start for start, end in zip(times, times[1:])], peak / 1024, llm.model.parameter_bytes / 2**20]))
