@@ -500,9 +500,9 @@ def test_chunked_bodies(guarded: Served) -> None:
 
 
 def test_which_paths_need_a_key(guarded: Served) -> None:
-    for path in ("/health", "/docs", "/openapi.json"):
+    for path in ("/health", "/v1/health", "/docs", "/openapi.json"):
         assert guarded.client.get(path).status_code == 200
-    for path in ("/version", "/metrics", "/v1/models", "/nothing", "/health/", "/v1/health"):
+    for path in ("/version", "/metrics", "/v1/models", "/nothing", "/health/", "/v1/healthy"):
         assert guarded.client.get(path).status_code == 401
     headers = {"Authorization": f"Bearer {KEYS[1]}"}
     for path in ("/version", "/metrics", "/v1/models"):

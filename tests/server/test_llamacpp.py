@@ -365,6 +365,7 @@ async def _together(served: Served, *bodies: dict[str, Any]) -> list[tuple[dict[
 
 def test_requests_for_one_slot_wait_for_each_other(stored: Served) -> None:
     long = {"prompt": PROMPT, "n_predict": 40, "ignore_eos": True, "id_slot": 3}
+    post(stored.client, prompt="x", id_slot=3)
     found = asyncio.run(_together(stored, long, long))
     assert [last["tokens_predicted"] for last, _ in found] == [40, 40]
     assert all(busy[3] for _, busy in found), "the slot is in use"
@@ -432,7 +433,7 @@ def test_text_between_is_filled_in(fill: Served) -> None:
     ids = [tokens.prefix, *prefix, tokens.suffix, *suffix, tokens.middle]
     assert found["tokens_evaluated"] == len(ids)
     assert found["tokens"] == post(client, prompt=ids, return_tokens=True)["tokens"]
-    extra = [{"filename": "a.py", "text": "A = 1"}, {"text": "B = 2"}]
+    extra = [{"filename": "a.py", "text": "A = 1"}, {"text": "B = 2\n"}]
     others = [one for text in ("A = 1\n", "B = 2\n") for one in post(client, "/tokenize", content=text)["tokens"]]
     with_extra = post(client, "/infill", input_prefix=before, input_suffix=after, prompt="    ", input_extra=extra)
     assert with_extra["tokens_evaluated"] == len(others) + len(ids)

@@ -24,6 +24,7 @@ FILES = (("<|repo_name|>", "<|file_sep|>"), ("<repo_name>", "<file_sep>"))
 """Tokens before the name of a repository and before each file, of models that know other files."""
 ENDS = ("<|fim_pad|>", "<fim_pad>", "<fim-pad>", "▁<EOT>", "<|file_separator|>")
 """Further tokens that end the text between."""
+LINE_END = "\n"
 REPOSITORY, FILE = "myproject", "filename"
 """Names of the repository and of the file with the gap, which requests do not tell."""
 
@@ -72,8 +73,8 @@ class FillTokens:
             repository, file = self.files
             ids += [repository, *ids_of(f"{REPOSITORY}\n")]
             for name, text in others:
-                ids += [file, *ids_of(f"{name}\n{text}\n")]
+                ids += [file, *ids_of(f"{name}\n{text.removesuffix(LINE_END)}\n")]
             ids += [file, *ids_of(f"{FILE}\n")]
         else:
-            ids += [one for _, text in others for one in ids_of(f"{text}\n")]
+            ids += [one for _, text in others for one in ids_of(f"{text.removesuffix(LINE_END)}\n")]
         return [*ids, self.prefix, *ids_of(before), self.suffix, *ids_of(after), self.middle]
