@@ -433,7 +433,7 @@ def test_a_killed_server_comes_back(visit: Visit, chat_folder: Path, tmp_path: P
             expect(page.locator("#banner")).to_be_hidden()
             page.reload()
             expect(field(page)).to_have_value("typed while it was away")
-            assert answers(page).last.locator(".markdown").inner_text() == answer
+            expect(answers(page).last.locator(".markdown")).to_have_text(answer)
             field(page).press("Enter")
             settled(page)
             expect(answers(page)).to_have_count(2)
@@ -712,14 +712,16 @@ def test_prompts_and_settings_are_kept(visit: Visit, inspected: Served) -> None:
         page.get_by_role("button", name="Prompts").click()
         page.get_by_role("button", name="Keep what is typed").click()
         page.get_by_role("dialog").get_by_label("Name").fill("<i>review</i>")
-        page.keyboard.press("Enter")
+        page.get_by_role("dialog").get_by_role("button", name="Keep").click()
+        expect(page.locator("#toasts")).to_contain_text("The prompt is kept")
         page.get_by_role("button", name="Settings", exact=True).click()
         page.get_by_label("System message").fill("Be brief.")
         page.get_by_label("Temperature").fill("0.5")
         page.get_by_label("Temperature").press("Tab")
         page.get_by_role("button", name="Keep these").click()
         page.get_by_role("dialog").get_by_label("Name").fill("brief")
-        page.keyboard.press("Enter")
+        page.get_by_role("dialog").get_by_role("button", name="Keep").click()
+        expect(page.get_by_label("Kept settings")).to_be_enabled()
         page.get_by_label("System message").fill("")
         page.get_by_label("System message").press("Tab")
         page.reload()
@@ -793,12 +795,13 @@ def test_right_to_left(visit: Visit, inspected: Served, tmp_path: Path) -> None:
             tmp_path,
             [
                 {"role": "user", "content": "مرحبا"},
-                {"role": "assistant", "content": "السلام\n\nhello\n\n- **أولا**\n- two"},
+                {"role": "assistant", "content": "السلام\n\nhello\n\n- **أولا**\n- two\n\nمی\u200cخواهم"},
             ],
         )
         shown = answers(page).first.locator(".markdown > p")
-        expect(shown).to_have_count(2)
-        assert [one.evaluate("one => getComputedStyle(one).direction") for one in shown.all()] == ["rtl", "ltr"]
+        expect(shown).to_have_count(3)
+        assert [one.evaluate("one => getComputedStyle(one).direction") for one in shown.all()] == ["rtl", "ltr", "rtl"]
+        assert page.locator(".messages .ctl").count() == 0, "a non-joiner is how Persian is spelled"
         (listed,) = answers(page).first.locator(".markdown > ul").all()
         assert listed.evaluate("one => getComputedStyle(one).direction") == "rtl", "its dots stand on the right"
 
@@ -950,7 +953,7 @@ def test_exports_can_be_imported(visit: Visit, inspected: Served, tmp_path: Path
         for file, count in zip(files, (0, 1), strict=True):
             page.locator("input[accept]").set_input_files(file)
             expect(page.locator(".sibling-count")).to_have_count(count)
-            assert page.locator(".messages .markdown").all_inner_texts() == shown
+            expect(page.locator(".messages .markdown")).to_have_text(shown)
         page.locator("input[accept]").set_input_files(state)
         expect(answers(page)).to_have_count(1)
         expect(answers(page)).to_contain_text("two")

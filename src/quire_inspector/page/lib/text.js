@@ -7,6 +7,8 @@ import { el } from "./dom.js";
 const HIDDEN =
   /[\u0000-\u001f\u007f-\u009f\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u2028-\u202f\u205f-\u206f\u3164\ufeff\uffa0\ufff9-\uffff]|[\u{e0000}-\u{e0fff}]|[\ud800-\udbff](?![\udc00-\udfff])|(?<![\ud800-\udbff])[\udc00-\udfff]/gu;
 const JOINED = /\p{Extended_Pictographic}\ufe0f?\u200d(?=\p{Extended_Pictographic})/u;
+// Persian and the scripts of India spell with joiners and non-joiners.
+const SPELLED = /[\p{Script=Arabic}\p{Script=Syriac}\p{Script=Devanagari}\p{Script=Bengali}\p{Script=Gujarati}\p{Script=Gurmukhi}\p{Script=Kannada}\p{Script=Malayalam}\p{Script=Oriya}\p{Script=Sinhala}\p{Script=Tamil}\p{Script=Telugu}]$/u;
 
 /** Return what stands for one hidden character: ↵, ⇥, a control picture, or its code point. */
 function picture(char) {
@@ -19,8 +21,9 @@ function picture(char) {
   return `⟨U+${code.toString(16).toUpperCase().padStart(4, "0")}⟩`;
 }
 
-/** Return whether the zero width joiner at `index` joins two pictures, as in many emoji. */
+/** Return whether the zero width joiner at `index` joins two pictures, as in many emoji, or is how a script is spelled. */
 function joins(text, index) {
+  if (/[\u200c\u200d]/.test(text[index]) && SPELLED.test(text.slice(Math.max(0, index - 2), index))) return true;
   return text[index] === "\u200d" && JOINED.test(text.slice(Math.max(0, index - 3), index + 3));
 }
 

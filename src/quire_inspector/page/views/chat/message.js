@@ -157,7 +157,7 @@ export class Message {
     const json = this.role === "tool" ? indented(content) : null;
     if (json !== null) return void this.app.fill(this.text.element, codeBlock(this.app, json, "json"));
     if (/```|\$\$|\\\(|\\\[|^\s*[-*\d]+[.)]? /m.test(content) && content.length < 100_000 && this.role !== "tool") this.text.show(content);
-    else this.app.fill(this.text.element, this.app.el("p.plain", { dir: "auto" }, content));
+    else this.app.fill(this.text.element, this.app.el("p.plain", { dir: "auto" }, content.length < 100_000 ? content.split(/([\n\t])/).map((part) => (/^[\n\t]$/.test(part) ? part : this.app.textNodes(part))) : content));
   }
 
   drawFiles(node) {
