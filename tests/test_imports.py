@@ -279,15 +279,15 @@ def test_awaited_verbs_use_no_private_of_what_they_wrap() -> None:
     assert private <= own
 
 
-def slices(sources: Mapping[str, str]) -> list[str]:
+def slices(sources: Mapping[str, ast.Module]) -> list[str]:
     """Return the base classes whose only heir stands in another module, and that are no values by
-    themselves: parts of one object that was cut into files. ``sources``: text by module."""
+    themselves: parts of one object that was cut into files. ``sources``: trees by module."""
     homes: dict[str, str] = {}
     heirs: dict[str, list[str]] = {}
     used = set[str]()
-    for module, text in sources.items():
+    for module, tree in sources.items():
         skipped = set[ast.AST]()
-        for node in ast.walk(tree := ast.parse(text)):
+        for node in ast.walk(tree):
             parts: list[ast.AST | None] = [getattr(node, name, None) for name in ("annotation", "returns")]
             if isinstance(node, ast.ClassDef):
                 bases = [one.value if isinstance(one, ast.Subscript) else one for one in node.bases]
@@ -309,12 +309,15 @@ def slices(sources: Mapping[str, str]) -> list[str]:
 def test_no_object_is_cut_into_base_classes() -> None:
     """Values of the contract aside, which rooms may extend."""
     rooms = {name: path for name, path in MODULES.items() if not name.startswith("quire.contracts")}
-    assert slices({name: path.read_text(encoding="utf-8") for name, path in rooms.items()}) == []
+    assert slices({name: tree_of(path) for name, path in rooms.items()}) == []
 
 
 def test_a_slice_is_found() -> None:
-    whole = "from a import Part\nclass Whole(Part):\n    pass\n"
-    assert slices({"a": "class Part:\n    pass\n", "b": whole}) == ["Part"]
-    assert slices({"a": "class Part:\n    pass\n", "b": f"{whole}Part()\n"}) == []
-    assert slices({"a": "class Part:\n    pass\n", "b": whole, "c": whole.replace("Whole", "Other")}) == []
-    assert slices({"a": f"class Part:\n    pass\n{whole}"}) == []
+    def found(**sources: str) -> list[str]:
+        return slices({name: ast.parse(text) for name, text in sources.items()})
+
+    part, whole = "class Part:\n    pass\n", "from a import Part\nclass Whole(Part):\n    pass\n"
+    assert found(a=part, b=whole) == ["Part"]
+    assert found(a=part, b=f"{whole}Part()\n") == []
+    assert found(a=part, b=whole, c=whole.replace("Whole", "Other")) == []
+    assert found(a=part + whole) == []

@@ -77,7 +77,7 @@ def begun(engine: Engine, *requests: Request) -> None:
 
 def test_the_same_whether_slow_or_not(make_llm: MakeLLM, model: Spelled, monkeypatch: pytest.MonkeyPatch) -> None:
     """All languages, greedy and drawn, alone and together, preempted, in sessions."""
-    params = [*mixed(7), *(greedy(9, structured_outputs=one.wanted) for one in LANGUAGES.values())]
+    params = [*mixed(5), *(greedy(9, structured_outputs=one.wanted) for one in LANGUAGES.values())]
     prompts = [random_tokens(20, seed=i) for i in range(len(params))]
     expected = samples(make_llm(model.checkpoint).generate(prompts, params))
     monkeypatch.setattr(slow_masks, "SLOW_SECONDS", -1.0)

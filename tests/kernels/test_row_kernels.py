@@ -103,6 +103,7 @@ def exact_norm(x: Tensor, weight_E: Tensor, eps: float) -> Tensor:
     return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight_E.double()
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize("types", TYPES, ids=str)
 def test_norms(kernels: RowKernels, types: tuple[torch.dtype, torch.dtype]) -> None:
     dtype, weight_dtype = types
@@ -120,6 +121,7 @@ def test_norms(kernels: RowKernels, types: tuple[torch.dtype, torch.dtype]) -> N
         assert_near(kernels.rms_norm(x.repeat_interleave(2, 1)[:, ::2], weight_E, EPS), exact, off)
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize("types", TYPES, ids=str)
 def test_norms_of_sums(kernels: RowKernels, types: tuple[torch.dtype, torch.dtype]) -> None:
     dtype, weight_dtype = types

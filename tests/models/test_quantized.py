@@ -135,6 +135,7 @@ def test_values_are_those_of_the_layout(
             assert torch.equal(found[parameter], values), parameter
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_quantised_model_is_the_expanded_one(model: Path, tmp_path: Path, name: str) -> None:
     layout, given, format = LAYOUTS[name]
