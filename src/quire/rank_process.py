@@ -50,7 +50,8 @@ def main(descriptor: int) -> None:
         )
         send(pipe, None)
         adapters = make_adapters(model, config.adapter_ranks, config.adapter_memory)
-        serve_steps(LocalRunner(model, state, device, adapters, group), pipe)
+        with suppress(BrokenPipeError):  # rank 0 has ended
+            serve_steps(LocalRunner(model, state, device, adapters, group), pipe)
 
 
 def _loaded(part: RankPart) -> tuple[Group, LoadedModel]:

@@ -34,6 +34,8 @@ from quire.runner.torch_group import ENDED
 
 ANSWER_SECONDS = 20.0
 """Seconds that one side waits for the other to confirm that a step failed there too."""
+LOOK_SECONDS = 0.5
+"""Seconds between looks whether a forward still runs, of a thread that waits for an answer."""
 END_SECONDS = 5.0
 """Seconds that a rank has to end by itself."""
 
@@ -48,6 +50,8 @@ class Ranks:
         self.size = size
         self.broken = ""
         """The reason why no step can run any more; empty while steps can."""
+        self.is_running = False
+        """Whether a forward runs, behind which the others answer. It finds itself if one hangs."""
         # They keep signals back: what is begun is sent, and each answer is read.
         self._sending, self._asking = Lock(), Lock()
         self._meeting = Path(tempfile.mkdtemp(prefix="quire-ranks-"))
@@ -179,9 +183,14 @@ class Ranks:
             raise self.fail(error) from error
 
     def _answer(self, pipe: Connection, seconds: float | None) -> Any:
+        """Return the next answer. ``seconds``: those to wait for it while no forward runs; None: as
+        long as it takes."""
+        waited = 0.0
         try:
-            if not pipe.poll(seconds):
-                raise self.fail(f"no answer in {seconds:.0f} seconds")
+            while not pipe.poll(None if seconds is None else LOOK_SECONDS):
+                waited = 0.0 if self.is_running else waited + LOOK_SECONDS
+                if seconds is not None and waited >= seconds:
+                    raise self.fail(f"no answer in {seconds:.0f} seconds")
             return receive(pipe)
         except (EOFError, OSError) as error:
             raise self.fail(error) from error

@@ -8,9 +8,11 @@ and of K and V, and the same pages. Steps go through sockets as pickles, sums an
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from multiprocessing.connection import Connection
-from typing import cast
+from queue import Empty, SimpleQueue
+from typing import Any, cast
 
 import torch
 
@@ -103,12 +105,16 @@ class RankedRunner:
                 raise
             return self._inner.execute(step)  # a request ends at its chunk; what remains is to free sequences
         try:
+            self.ranks.is_running = bool(step.chunks)
             return self._inner.execute(step)
         except RanksBroken:
             raise self.ranks.fail() from None
         except BaseException:
+            self.ranks.is_running = False
             self.ranks.confirm_failure()
             raise
+        finally:
+            self.ranks.is_running = False
 
     def _with_all_weights(self, output: StepOutput) -> StepOutput:
         """Return the output with the attention weights of all query heads."""
@@ -187,12 +193,15 @@ def serve_steps(runner: LocalRunner, pipe: Connection) -> None:
     if it has none, end, so that rank 0 notices."""
     state, failed = cast(State, runner.state), False
     weights: tuple[object, object] = ((), {})
-    while not failed or pipe.poll(ANSWER_SECONDS):
+    inbox = _read(pipe)
+    while True:
         try:
-            message = receive(pipe)
-        except (EOFError, OSError):
+            message = inbox.get(timeout=ANSWER_SECONDS if failed else None)
+        except Empty:
             return
         match message:
+            case None:
+                return
             case Take(place, slots_N):
                 send(pipe, state.parts.storage(place).take(place[1], slots_N))
             case Put(seq, place, slots_N, planes):
@@ -226,6 +235,22 @@ def serve_steps(runner: LocalRunner, pipe: Connection) -> None:
                 except QuireError:
                     failed = True
                 runner.row_sources.sources.clear()
+
+
+def _read(pipe: Connection) -> SimpleQueue[Any]:
+    """Return a queue to which a thread brings all messages, also while a step runs, so that rank 0
+    does not wait; None at the end."""
+    inbox = SimpleQueue[Any]()
+
+    def read() -> None:
+        try:
+            while True:
+                inbox.put(receive(pipe))
+        except (EOFError, OSError):
+            inbox.put(None)
+
+    threading.Thread(target=read, name="quire-rank-messages", daemon=True).start()
+    return inbox
 
 
 def _on(device: torch.device, piece: RowsPiece) -> RowsPiece:
