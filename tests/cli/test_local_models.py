@@ -105,9 +105,9 @@ def test_folders_of_other_programs(home: Path, monkeypatch: pytest.MonkeyPatch) 
         {"mediaType": "application/vnd.ollama.image.model", "digest": blob(GGUF)},
     ]
     manifest = {"config": {"digest": blob(b'{"file_type": "Q4_K_M"}')}, "layers": layers}
-    write(home / ".ollama/models/manifests/registry.ollama.ai/library/small/1b", manifest)
+    write(home / ".ollama/models/manifests/host.example/library/small/1b", manifest)
     outside = [{"mediaType": "application/vnd.ollama.image.model", "digest": "sha256:../../../x"}]
-    write(home / ".ollama/models/manifests/registry.ollama.ai/library/odd/1b", {"layers": outside})
+    write(home / ".ollama/models/manifests/host.example/library/odd/1b", {"layers": outside})
     write(home / ".cache/llama.cpp/ggml-org_x_x-Q6_K.gguf", GGUF)
     write(home / ".lmstudio/models/org/y/y-Q5_0.gguf", GGUF)
     assert [(one.weights, one.place) for one in others()] == [

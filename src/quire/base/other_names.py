@@ -69,6 +69,8 @@ OPTIONS: Mapping[str, OtherOption] = {
     **_same("--max-num-batched-tokens", "-b", "--batch-size"),
     **_same("--kv-dtype", "--kv-cache-dtype"),
     **_same("--page-size", "--block-size"),
+    **_same("--tensor-parallel-size", "-tp"),
+    **_same("--quantization", "-q"),
     **_same("--host-memory", "--swap-space", form="{}GiB"),
     **_same("--host-memory", "-cram", "--cache-ram", form="{}MiB", values={"0": "--host-memory 0", "-1": ""}),
     **_same("--state-dir", "--slot-save-path"),
