@@ -16,7 +16,7 @@ from quire import Unsupported
 from quire.build import resolve_device
 
 PROGRAM = """
-import asyncio, multiprocessing, os, sys, threading, time
+import asyncio, multiprocessing, os, sys, threading
 import torch
 from quire import LLM, AsyncLLM, QuireError, SamplingParams
 from quire.build import EXECUTOR_FACTORY
@@ -31,11 +31,6 @@ prompt = [[5] * 100]
 
 def tokens(llm):
     return list(llm.generate(prompt, params)[0].outputs[0].token_ids)
-
-
-def slowly(tokens, logits):
-    time.sleep(0.003)
-    return logits
 
 
 def awaited(coroutine):
@@ -60,7 +55,7 @@ store = llm.engine.stored.store
 own = EXECUTOR_FACTORY.create_executor(ExecutorConfig(model_info="tiny-python", device="cpu", dtype="float32", max_sequence_length=64))
 async_llm = AsyncLLM("tiny-python", **given)
 loop = asyncio.new_event_loop()
-running = async_llm.stream([7] * 20, SamplingParams(max_tokens=2000, ignore_eos=True, logits_processors=[slowly]))
+running = async_llm.stream([7] * 20, SamplingParams(max_tokens=2000, ignore_eos=True))
 loop.run_until_complete(anext(running))  # its engine steps at every fork
 
 VERBS = {
