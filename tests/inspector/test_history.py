@@ -126,6 +126,9 @@ def test_the_keyboard_is_enough(visit: Visit, server: Served) -> None:
         for number, name in enumerate(("Chat", "History", "Pages", "Time", "Token", "Playground"), start=1):
             page.keyboard.press(str(number))
             expect(page.get_by_role("link", name=name)).to_have_attribute("aria-current", "page")
+            if name == "Chat":
+                expect(page.get_by_label("Message", exact=True)).to_be_focused()
+                page.keyboard.press("Escape")
     assert {one["name"] for one in told(server.client, "/v1/sessions")["data"]} == {"by keys", "by keys too"}
 
 

@@ -14,7 +14,7 @@ import { TreePanel } from "./chat/tree_panel.js";
 export const title = "Chat";
 export const help = [
   ["Enter", "Send; Shift and Enter begins a line"],
-  ["Escape", "Stop the answer"],
+  ["Escape", "Stop the answer; leave the field, so that single keys work"],
   ["↑ in an empty field", "Edit the last message"],
   ["↑ ↓", "Walk through the messages"],
   ["← →", "Go to the branch beside at a message"],
@@ -393,6 +393,14 @@ class Chat {
   stop() {
     if (!this.runs.busy) return false;
     this.runs.stopAll();
+    return true;
+  }
+
+  /** Put the focus on the last message, unless something else is to be closed first. */
+  leaveField() {
+    if (!this.panel.hidden || (this.isNarrow && !this.list.element.hidden)) return false;
+    const { list, scroller } = this.threads[0];
+    ([...list.querySelectorAll("article.message")].at(-1) ?? scroller).focus({ preventScroll: true });
     return true;
   }
 

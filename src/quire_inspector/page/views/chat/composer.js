@@ -57,7 +57,7 @@ export class Composer {
     this.app.keys(this.area, {
       Enter: (event) => (event.isComposing || this.isTouch ? false : this.send()),
       "Control+Enter": () => this.send(),
-      Escape: () => this.chat.stop(),
+      Escape: () => this.chat.stop() || this.chat.leaveField(),
       ArrowUp: () => (this.area.value === "" ? this.chat.editLast() : false),
     });
     this.area.addEventListener("keydown", (event) => {
