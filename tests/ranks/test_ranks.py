@@ -368,10 +368,11 @@ def test_blended_prompts(one: LLM, two: LLM, select: Any) -> None:
     params = BlendParams(ratio=0.3, least=1, gate=False, select=select)
     found: list[tuple[list[int], Blend, list[int]]] = []
     for llm in (one, two):
-        llm.warm(pieces[:2])
-        (output,) = llm.generate([pieces], GREEDY, blend=params)
+        # A salt of its own: what other tests have computed is not found, in neither.
+        llm.warm(pieces[:2], cache_salt=select)
+        (output,) = llm.generate([pieces], GREEDY, blend=params, cache_salt=select)
         assert output.blend is not None
-        with llm.session(LONG) as session:
+        with llm.session(LONG, cache_salt=select) as session:
             session.generate(GREEDY)
             session.edit((0, 10), "# new\n", "blend", blend=params)
             moved = session.generate(GREEDY).outputs[0].token_ids
