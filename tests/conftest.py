@@ -27,7 +27,6 @@ settings.register_profile("ci", derandomize=True, deadline=None, max_examples=40
 settings.register_profile("random", deadline=None)
 settings.load_profile("ci")
 
-TESTS = Path(__file__).parent
 TURNS = {"hybrid": 3, "checkpoint": 3}
 """Fixtures over kinds of models, and how many of these take turns: ``turns(n)`` for all tests that
 use them and say nothing else.
@@ -41,30 +40,17 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Load the fixtures of small models, for every room, where tests run: the process that hands
-    them out to others needs no PyTorch.
-
-    Those begin to collect at different rooms. Each then compiles its share of the tests in a fresh
-    clone, and finds the others compiled.
-    """
-    given = getattr(config, "workerinput", None)
-    if given is not None or config.getoption("dist", "no") == "no":
+    them out to others needs no PyTorch."""
+    if hasattr(config, "workerinput") or config.getoption("dist", "no") == "no":
         config.pluginmanager.import_plugin("tests.small_llms")
-    if given is not None and [Path(arg).resolve() for arg in config.args] == [TESTS]:
-        rooms = sorted(
-            str(path) for path in {*TESTS.glob("test_*.py"), *(one.parent for one in TESTS.glob("*/test_*.py"))}
-        )
-        first = len(rooms) * int(given["workerid"].removeprefix("gw")) // int(given["workercount"])
-        config.args[:] = rooms[first:] + rooms[:first]
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of the cases of ``product(n)`` one of n is quick: of two parameters and more each value is
     among them. So of ``turns(n)``, where the name of the test says with which case to begin: what
     one test leaves out is in another one.
     """
-    if hasattr(config, "workerinput"):  # Each has collected in an order of its own.
-        items.sort(key=lambda item: item.path)
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("product") or (share(item) and not item.get_closest_marker("slow")):
