@@ -210,7 +210,14 @@ def plausible(description: dict[str, Any], model: str, sessions: Sequence[str]) 
     # Restrict the parameters of the state views to values that exist. A session may have been
     # rewound to length 0.
     branch, first = {"enum": [f"session:{one}" for one in sessions]}, {"enum": [0]}
-    looks = {"branch": branch, "a": branch, "b": branch, "layer": first, "position": first}
+    looks = {
+        "branch": branch,
+        "a": branch,
+        "b": branch,
+        "layer": first,
+        "position": first,
+        "action": {"enum": ["erase"]},
+    }
     schemas = found["components"]["schemas"]
     choices: dict[str, list[dict[str, str]]] = {}
     for name, schema in list(schemas.items()):

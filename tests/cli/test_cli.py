@@ -867,12 +867,6 @@ def test_what_the_engine_refuses_is_refused(llm: LLM) -> None:
     calls: dict[str, list[Callable[[], object]]] = {
         "LLM(quantization='awq')": [lambda: LLM("tiny-python", quantization="awq")],
         "LLM(pipeline_parallel_size=2)": [lambda: LLM("tiny-python", pipeline_parallel_size=2)],
-        "LLM(tensor_parallel_size=2, adapters=..., store=..., state_dir=..., host_memory=...)": [
-            lambda: LLM("tiny-python", tensor_parallel_size=2, adapters={"a": "tiny-python-docstrings"}),
-            lambda: LLM("tiny-python", tensor_parallel_size=2, store=("memory://1MiB",)),
-            lambda: LLM("tiny-python", tensor_parallel_size=2, state_dir="somewhere"),
-            lambda: LLM("tiny-python", tensor_parallel_size=2, host_memory="1MiB"),
-        ],
         "LLM(trust_remote_code=True)": [lambda: LLM("tiny-python", trust_remote_code=True)],
     }
     assert set(calls) == set(llm.capabilities()["engine"])

@@ -55,16 +55,20 @@ INTERNAL = {
 """Modules of ``quire.kv`` that hold what a state is made of; plain functions may be imported from
 them.
 """
-MAKERS = {("build.py", "State"), ("runner/graph.py", "State"), ("runner/row_dependence.py", "State")}
+MAKERS = {
+    *(("build.py", "State"), ("runner/graph.py", "State"), ("runner/row_dependence.py", "State")),
+    *(("runner/ranks.py", "State"), ("runner/ranks.py", "StateParts")),
+}
 CAPTURED = {
     ("runner/graph.py", "begin_static"),
     ("runner/graph.py", "static_refusal"),
     ("runner/graph.py", "static_forward"),
     ("build.py", "static_refusal"),
     ("runner/row_dependence.py", "parts"),
+    ("runner/ranks.py", "parts"),
 }
 """Captured steps are made of this package's state only; ``GraphRunner`` refuses others. It is also
-asked which kernel reads its rows."""
+asked which kernel reads its rows. So are ranks, which exchange rows by slots."""
 """The one module that may import the class, and makes states."""
 
 if TYPE_CHECKING:

@@ -203,7 +203,7 @@ EXPERTS = (
     Mutant(
         name="renormalisation-dropped",
         file="ops/experts.py",
-        old="        weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)\n",
+        old="        weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + routing.summand)\n",
         new="        pass\n",
         tests=("models/test_experts.py::test_route_by_definition",),
     ),

@@ -8,7 +8,7 @@ EXECUTOR = (
     Mutant(
         name="placeholders-not-replaced",
         file="runner/local.py",
-        old="return x_TE.index_copy(0, rows, inputs.embeddings.to(x_TE.device, x_TE.dtype))",
+        old="return x_TE.index_copy(0, rows, given if self._wide is None else self._wide.entering(given))",
         new="return x_TE",
         tests=("runner/test_local_runner.py::test_embeddings_stand_at_placeholders",),
     ),

@@ -194,8 +194,8 @@ def weights_refusal(facts: ModelFacts) -> str:
     if len(facts.layer_ids) >= facts.num_blocks:
         return ""
     return (
-        f"{facts.num_blocks - len(facts.layer_ids)} of {facts.num_blocks} blocks have no attention with K and V of its "
-        "own, so that there are no weights of them; leave output_attentions False"
+        f"{facts.num_blocks - len(facts.layer_ids)} of {facts.num_blocks} blocks have no K and V of their own, so that they "
+        "have no weights; leave output_attentions False"
     )
 
 

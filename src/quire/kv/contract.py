@@ -122,6 +122,7 @@ class ContractState:
         return self.state.recurrent_ids
 
     layer_spec = verb(State.layer_spec)
+    own_spec = verb(State.own_spec)
 
     @property
     def geometry(self) -> StateGeometry:
