@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from quire.base.errors import InvalidArgument
 from quire.contracts.linear import WeightForm
-from quire.kernels.linear.cpu_linear import EMULATED, FORMS, TILES, NativeLinear, native_linear
+from quire.kernels.linear.cpu_linear import EMULATED, FORMS, TILES, WIDE, NativeLinear, native_linear
 from quire.kernels.linear.packed_memory import SLAB
 from quire.kernels.native_library import native_library, native_problem
 from quire.weights import packed
@@ -266,3 +266,17 @@ def test_groups() -> None:
 
 def test_the_kernel_is_made_once() -> None:
     assert native_linear() is native_linear()
+
+
+@pytest.mark.skipif(BEST < WIDE, reason="the processor has no AVX-512")
+def test_weights_in_bfloat16_have_a_level_of_their_own() -> None:
+    """On a processor that multiplies pairs of bfloat16 slowly: codes keep the best level."""
+    assert LIBRARY is not None
+    kernel, wide, best = (NativeLinear(LIBRARY, level) for level in (BEST, WIDE, BEST))
+    kernel.bfloat16_level = WIDE
+    weight_OI, x_TI = torch.randn(70, 96, dtype=torch.bfloat16), torch.randn(9, 96, dtype=torch.bfloat16)
+    kernels: dict[WeightForm, NativeLinear] = {"bfloat16": wide, "int8": best, "int4": best}
+    for form, other in kernels.items():
+        assert torch.equal(kernel.pack(weight_OI, None, form)(x_TI), other.pack(weight_OI, None, form)(x_TI))
+    plain = NativeLinear(LIBRARY)
+    assert plain.bfloat16_level in (WIDE, plain.level)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-VERSION = 8
+VERSION = 9
 """Version of all structures and calls; ``cpu/version.cpp`` has the same number."""
 
 

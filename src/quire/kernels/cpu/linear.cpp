@@ -58,6 +58,16 @@ int quire_linear_level() {
 #endif
 }
 
+// Whether pairs of bfloat16 are multiplied at half the rate of float32, as by Intel's processors whose tiles are absent or hidden.
+int quire_slow_pairs() {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    return quire_linear_level() == AVX512_BF16 && __builtin_cpu_is("intel");
+#else
+    return 0;
+#endif
+}
+
 Multiply quire_begin_linear(LinearCall* call, const Linear* map, void* y, const void* x, int64_t x_stride, int64_t rows, int64_t threads) {
     // A step of tiles has a scale.
     const bool has_steps = map->form == BFLOAT16 || map->form == BLOCKS || (map->form >= INT8 && map->group % 32 == 0);

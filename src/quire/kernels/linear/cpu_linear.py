@@ -30,6 +30,8 @@ FORMS: tuple[WeightForm, ...] = ("float32", "bfloat16", "int8", "int4")
 NUMBERS: tuple[WeightForm, ...] = (*FORMS, "blocks")
 """All forms, in the order of ``cpu/linear.h``."""
 DTYPES = (torch.float32, torch.bfloat16)
+WIDE = 2
+"""Level of products in float32 (AVX-512)."""
 TILES = 4
 """Level of a processor with tiles of bfloat16 (AMX)."""
 EMULATED = 5
@@ -62,6 +64,10 @@ class NativeLinear:
             allowed = f"0 to {best}, which this processor has, or {EMULATED}, tiles that are emulated"
             raise InvalidArgument(field="level", given=level, allowed=allowed)
         self.level: int = best if level is None else level
+        slow = level is None and library.function("quire_slow_pairs", result=ctypes.c_int)()
+        self.bfloat16_level: int = WIDE if slow else self.level
+        """Of weights in bfloat16, if codes and blocks have another: it decides for any number of
+        rows, so that a row's result does not depend on it."""
         self._parallel = library.parallel
         arguments = (pointer, pointer, pointer, number, number, number)
         self._run = library.function("quire_linear", *arguments, result=ctypes.c_int)
@@ -117,7 +123,8 @@ class NativeLinear:
         )  # fmt: skip
         packed = PackedMatrix(form, outputs, inputs, group, values, scales)
         bias = None if bias_O is None else bias_O.float().contiguous()
-        return NativeMap(self._run, packed, bias, weight_OI.dtype, self.level, self._parallel)
+        level = self.bfloat16_level if form == "bfloat16" else self.level
+        return NativeMap(self._run, packed, bias, weight_OI.dtype, level, self._parallel)
 
     def pack_blocks(
         self, parts: Sequence[BlockRows], inputs: int, bias_O: Tensor | None, dtype: torch.dtype
