@@ -1,6 +1,4 @@
-"""Distributions over 2,000 tokens of real code and prose, in float32, in 8 and 4 bits, and with an
-adapter.
-"""
+"""Distributions over 2,000 tokens of code and prose, in float32, in 8 bits, and with an adapter."""
 
 from __future__ import annotations
 
@@ -11,7 +9,6 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from tests.adapters.peft_models import make_adapter
 
@@ -21,6 +18,8 @@ from quire_bench.texts import ROOT
 TOKENS = 2000
 LENGTH = 500
 CHUNK = 100
+MOST_LOSS = 0.01
+"""Nats: with more, Quire would not offer 8 bits."""
 
 
 def texts(llm: LLM) -> list[list[int]]:
@@ -35,10 +34,11 @@ def texts(llm: LLM) -> list[list[int]]:
 
 def logits(llm: LLM, ids: list[int], adapter: str | None = None) -> torch.Tensor:
     """The logits after every ``CHUNK`` tokens, through a session: float64 ``[C, V]``."""
-    with llm.session(adapter=adapter) as session:
-        return torch.stack(
-            [session.append(ids[start : start + CHUNK]).logits().double() for start in range(0, len(ids), CHUNK)]
-        )
+    with llm.session(ids[:CHUNK], adapter=adapter) as session:
+        found = [session.logits().double()]
+        for start in range(CHUNK, len(ids), CHUNK):
+            found.append(session.append(ids[start : start + CHUNK]).logits().double())
+    return torch.stack(found)
 
 
 @torch.inference_mode()
@@ -63,20 +63,21 @@ def test_logits_are_as_near_to_float64_as_those_of_transformers(llm: LLM, theirs
     assert mine < 4 * others
 
 
-@pytest.mark.parametrize(("quantization", "most"), [("int8", 0.01), ("int4", 0.2)])
-def test_loss_by_8_and_4_bits(file: Path, theirs: Any, quantization: str, most: float) -> None:
-    """``most`` is the loss, in nats, from which Quire would not offer a format."""
+def test_loss_by_8_bits(file: Path, theirs: Any) -> None:
     options: dict[str, Any] = {"dtype": "float32", "kv_cache_memory": "256MiB", "max_model_len": 1024}
-    with LLM(str(file.with_suffix("")), quantization=quantization, **options) as llm:
+    with LLM(str(file.with_suffix("")), quantization="int8", **options) as llm:
         found = [kl(wanted(theirs, ids), logits(llm, ids)) for ids in texts(llm)]
-    print(f"{file.stem}, {quantization}: KL {sum(found) / len(found):.4f}")
-    assert 0 < sum(found) / len(found) < most
+    print(f"{file.stem}, int8: KL {sum(found) / len(found):.4f}")
+    assert 0 < sum(found) / len(found) < MOST_LOSS
 
 
 def test_a_random_adapter_is_pefts(llm: LLM, file: Path, theirs: Any, tmp_path: Path) -> None:
     """Over the blocks of the file, which stay as they are."""
-    base = tmp_path / "base"
-    theirs.save_pretrained(base)
+    base, plain = tmp_path / "base", copy.deepcopy(theirs)
+    plain.hf_quantizer = None  # else transformers refuses to save what it has expanded
+    if hasattr(plain.config, "quantization_config"):
+        del plain.config.quantization_config
+    plain.save_pretrained(base)
 
     def soften(model: Any) -> None:
         with torch.no_grad():
@@ -84,7 +85,7 @@ def test_a_random_adapter_is_pefts(llm: LLM, file: Path, theirs: Any, tmp_path: 
                 if "lora_" in name:
                     parameter.mul_(0.05)  # of weights of about 0.03
 
-    adapted = make_adapter(base, tmp_path / "adapter", theirs, soften, target_modules=["q_proj", "v_proj", "down_proj"])
+    adapted = make_adapter(base, tmp_path / "adapter", plain, soften, target_modules=["q_proj", "v_proj", "down_proj"])
     llm.load_adapter("random", tmp_path / "adapter")
     try:
         ids = texts(llm)[0]
