@@ -1,4 +1,4 @@
-"""Distributions over 2,000 tokens of code and prose, in float32, in 8 bits, and with an adapter."""
+"""Distributions over 2,000 tokens of code and prose, in float32, 8 and 4 bits, with an adapter."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tests.adapters.peft_models import make_adapter
 
@@ -18,8 +19,8 @@ from quire_bench.texts import ROOT
 TOKENS = 2000
 LENGTH = 500
 CHUNK = 100
-MOST_LOSS = 0.01
-"""Nats: with more, Quire would not offer 8 bits."""
+MOST_LOSS = {"int8": 0.01, "int4": 0.2}
+"""Nats of a format, on average: what is wanted of it."""
 
 
 def texts(llm: LLM) -> list[list[int]]:
@@ -63,12 +64,15 @@ def test_logits_are_as_near_to_float64_as_those_of_transformers(llm: LLM, theirs
     assert mine < 4 * others
 
 
-def test_loss_by_8_bits(file: Path, theirs: Any) -> None:
+@pytest.mark.parametrize("quantization", MOST_LOSS)
+def test_loss_by_8_and_4_bits(file: Path, theirs: Any, quantization: str, request: pytest.FixtureRequest) -> None:
+    if (file.stem, quantization) == ("gemma-3-270m", "int4"):
+        request.applymarker(pytest.mark.xfail(strict=True, reason="4 bits lose 0.31 nats in this small model"))
     options: dict[str, Any] = {"dtype": "float32", "kv_cache_memory": "256MiB", "max_model_len": 1024}
-    with LLM(str(file.with_suffix("")), quantization="int8", **options) as llm:
+    with LLM(str(file.with_suffix("")), quantization=quantization, **options) as llm:
         found = [kl(wanted(theirs, ids), logits(llm, ids)) for ids in texts(llm)]
-    print(f"{file.stem}, int8: KL {sum(found) / len(found):.4f}")
-    assert 0 < sum(found) / len(found) < MOST_LOSS
+    print(f"{file.stem}, {quantization}: KL {sum(found) / len(found):.4f}")
+    assert 0 < sum(found) / len(found) < MOST_LOSS[quantization]
 
 
 def test_a_random_adapter_is_pefts(llm: LLM, file: Path, theirs: Any, tmp_path: Path) -> None:
