@@ -13,6 +13,7 @@ from tests.small_llms import Checkpoint, MakeLLM, check, engine_of, greedy, rand
 from quire import LLM
 from quire.branches.object_writer import ObjectWriter, WriteJob
 from quire.contracts.store import ObjectKey, ObjectKind
+from quire.engine import engine
 from quire.store.memory import MemoryTier
 from quire.store.stack import Store
 
@@ -74,6 +75,7 @@ def test_what_is_not_copied_yet_is_copied_at_once(
 ) -> None:
     """Nobody waits for a writer that does not come to it, and its forks keep no pages."""
     monkeypatch.setattr(ObjectWriter, "_run", lambda self: None)
+    monkeypatch.setattr(engine, "CLOSE_SECONDS", 0.0)
     llm = make_llm(checkpoint, pool=96, page_size=4)
     force(llm)
     for prompt in PROMPTS:
@@ -93,6 +95,7 @@ def test_what_is_not_copied_yet_is_copied_at_once(
         assert output.outputs[0].token_ids == checkpoint.greedy(prompt, 6)
         assert output.reuse.by_tier["memory"] >= 16
     check(llm)
+    llm.close()  # while it waits for no writer
 
 
 def test_a_reset_ends_copies(make_llm: MakeLLM, llama: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:

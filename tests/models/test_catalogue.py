@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
@@ -33,7 +34,11 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         calls.append((name, kwargs))
         return "/snapshot"
 
+    def model_info(name: str, **kwargs: Any) -> SimpleNamespace:
+        return SimpleNamespace(siblings=[])
+
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(huggingface_hub, "model_info", model_info)
     return calls
 
 
@@ -175,14 +180,14 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
                     (tmp_path / file).touch()
             return str(tmp_path)
 
-        def list_repo_files(name: str) -> list[str]:
+        def model_info(name: str, **kwargs: Any) -> SimpleNamespace:
             assert name == "org/adapter"
             if error is not None:
                 raise error
-            return list(files)
+            return SimpleNamespace(siblings=[SimpleNamespace(rfilename=file) for file in files])
 
         monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-        monkeypatch.setattr(huggingface_hub, "list_repo_files", list_repo_files)
+        monkeypatch.setattr(huggingface_hub, "model_info", model_info)
 
     return make
 

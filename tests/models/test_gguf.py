@@ -11,6 +11,7 @@ import struct
 import warnings
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -469,7 +470,8 @@ def test_a_file_of_a_repository(mixed_file: Path, tmp_path: Path, monkeypatch: p
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda name: ["README.md", "x-Q8_0.gguf", "x-Q4_K_M.gguf"])
+    there = [SimpleNamespace(rfilename=file) for file in ("README.md", "x-Q8_0.gguf", "x-Q4_K_M.gguf")]
+    monkeypatch.setattr(huggingface_hub, "model_info", lambda name, **given: SimpleNamespace(siblings=there))
     with pytest.raises(
         NotFound, match=r"GGUF files only: x-Q8_0.gguf, x-Q4_K_M.gguf; name one of them, as in org/x:Q4"
     ):

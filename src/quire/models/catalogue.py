@@ -34,6 +34,8 @@ ADAPTER_TEXTS = (
 """Files of a tokenizer and chat templates that may accompany an adapter."""
 LISTED = 4
 """Most names listed in an error message."""
+HUB_SECONDS = 10.0
+"""Seconds that the Hub has to list a repository's files."""
 
 GGUF_PART = re.compile(r"[A-Za-z0-9_.-]+")
 HUB_NAME = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
@@ -104,7 +106,7 @@ def _resolve_model(kind: str, name: str, revision: str | None, accepted: str) ->
         raise NotFound(f"{kind} {name!r} has {len(found)} GGUF files: {listed}; name one of them, as in {place}:Q4_K_M")
     if part:
         raise NotFound(f"{kind} {name!r}: {place} has no GGUF file with {part} in its name")
-    if not os.path.exists(local) and (there := [file for file in _files_of(place) if file.endswith(".gguf")]):
+    if not os.path.exists(local) and (there := [file for file in _files_of(place, revision) if file.endswith(".gguf")]):
         listed = ", ".join(there[:LISTED]) + (", ..." if len(there) > LISTED else "")
         raise NotFound(f"{kind} {name!r} has GGUF files only: {listed}; name one of them, as in {place}:Q4_K_M")
     return folder
@@ -170,12 +172,13 @@ def _why_no_adapter(name: str, path: Path) -> str:
     return f"adapter {name!r}: the repository has no {missing}; {expected}"
 
 
-def _files_of(name: str) -> list[str]:
+def _files_of(name: str, revision: str | None = None) -> list[str]:
     """List a repository's files; none if the Hub cannot be reached or refuses."""
-    from huggingface_hub import list_repo_files
+    from huggingface_hub import model_info  # One request. Lists of files by pages try again for 20 s.
 
     try:
-        return list(list_repo_files(name))
+        found = model_info(name, revision=revision, timeout=HUB_SECONDS)
+        return [one.rfilename for one in found.siblings or ()]
     except Exception:  # then the message is written without the list
         return []
 
