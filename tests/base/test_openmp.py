@@ -64,7 +64,7 @@ def test_torch_was_there_before() -> None:
     assert "import quire before torch" in finding
 
 
-@pytest.mark.parametrize("decision", ["quire", "user", "late", "nobody"])
+@pytest.mark.parametrize("decision", ["quire", "user", "late", "none"])
 def test_doctor_tells(decision: openmp.Decision, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(openmp, "DECISION", decision)
     assert [finding.ok for finding in doctor.examine() if finding.name == "waiting threads"] == [decision != "late"]
@@ -74,5 +74,5 @@ def test_another_system_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in openmp.VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert openmp.decide() == "nobody"
+    assert openmp.decide() == "none"
     assert not set(openmp.VARIABLES) & set(os.environ)

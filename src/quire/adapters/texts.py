@@ -1,6 +1,6 @@
 """Tokenizers and chat templates beside adapters, which must be those that the model is used with.
 
-Whoever trains an adapter often saves a tokenizer beside it: a copy of the model's, or one with
+A trainer often saves a tokenizer beside an adapter: a copy of the model's, or one with
 tokens or a template of its own. All requests are read by one tokenizer, so a different one is
 refused, unless the user chose what to use in its place.
 """

@@ -151,7 +151,7 @@ class RequestHints:
             yield self._waiting.pop(0)
 
     def pinned(self, pin: Pin, position: int, tokens: int, made: PrefixName | None) -> None:
-        """Note that ``tokens`` are pinned, by a new pin if it is ``made``."""
+        """Record a pin of ``tokens``; ``made``: the pin is new."""
         if made is not None:
             self._made.append(made)
         reason = "" if tokens == position else f"no state is kept between {tokens} and {position} tokens"
@@ -176,7 +176,7 @@ class RequestHints:
         return self._wanted.demote
 
     def demoted(self, start: int, given_up: int) -> None:
-        """Note that so many tokens from ``start`` on were given up, which only this prompt used."""
+        """Record the tokens from ``start`` on as given up. Only this prompt used them."""
         reason = "" if given_up else f"nothing that only this prompt uses is held beyond {start} tokens"
         self.results.append(HintResult(hint="demote", tokens=given_up, reason=reason))
 

@@ -43,7 +43,7 @@ class Media:
         return Media({**self.rows, **other.rows}, {**self.placeholders, **other.placeholders})
 
     def embeddings(self, ids: Sequence[int]) -> list[Tensor]:
-        """Return one ``[E]`` for each id below 0, in their order."""
+        """Return an embedding ``[E]`` for each id below 0, in their order."""
         return [self.rows[token] for token in ids if token < 0] if self.rows else []
 
     def as_given(self, ids: NDArray[np.int64]) -> list[int]:

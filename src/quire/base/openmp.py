@@ -22,19 +22,19 @@ SPINS = 3000
 VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY")
 """Variables by which the user decides: the standard's, GNU's, and two of LLVM's and Intel's."""
 
-Decision = Literal["quire", "user", "late", "nobody"]
+Decision = Literal["quire", "user", "late", "none"]
 
 
 def decide() -> Decision:
     """Limit the spinning if possible, and return the origin of the decision.
 
     "user": the environment has a setting. "late": torch was loaded before and has read it.
-    "nobody": a system other than Linux, with another runtime, which was not measured.
+    "none": a system other than Linux, with another runtime, which was not measured.
     """
     if any(name in os.environ for name in VARIABLES):
         return "user"
     if sys.platform != "linux":
-        return "nobody"
+        return "none"
     if "torch" in sys.modules:
         return "late"
     os.environ["GOMP_SPINCOUNT"] = str(SPINS)

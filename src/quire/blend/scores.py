@@ -66,7 +66,7 @@ class Score(Protocol):
         ``question_mass``."""
 
     def scores(self, inputs: ScoreInputs) -> Tensor:
-        """Return one score for each candidate, float32 ``[C]``; the highest are computed anew."""
+        """Return the candidates' scores, float32 ``[C]``; the highest are computed anew."""
 
 
 SCORES: Registry[Score] = Registry("score")

@@ -174,7 +174,7 @@ def recorded_ids(ids: Ids, media: RowMedia | None) -> Ids:
 
 
 def _recorded(digest: bytes) -> int:
-    """Return one of 2**62 ids below all placeholders."""
+    """Return an id out of the 2**62 below all placeholders."""
     return LAST_PLACEHOLDER - 1 - (int.from_bytes(digest[:8], "little") >> 2)
 
 

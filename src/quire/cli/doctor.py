@@ -93,7 +93,7 @@ def _waiting() -> Finding:
     value = {
         "user": f"as the environment says: {found}",
         "late": "spin for OpenMP's default time: torch was loaded before quire, which could not shorten it any more",
-        "nobody": "as OpenMP's default has it on this system",
+        "none": "as OpenMP's default has it on this system",
         "quire": f"spin for a tenth of a millisecond, then sleep (GOMP_SPINCOUNT={openmp.SPINS}, set by Quire), so that other "
         "work slows decoding less; OMP_WAIT_POLICY=ACTIVE lets them spin, on a machine of their own",
     }[openmp.DECISION]

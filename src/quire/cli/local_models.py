@@ -54,7 +54,7 @@ def models_here() -> list[LocalModel]:
 
 
 def _folders(given: Iterable[str | Path | None]) -> list[Path]:
-    """Return those that exist, each once."""
+    """Return the existing folders, each once."""
     there = [Path(one).expanduser() for one in given if one]
     return list(dict.fromkeys(one.resolve() for one in there if one.is_dir()))
 

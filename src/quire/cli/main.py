@@ -412,7 +412,7 @@ def calibrate(
 
 @command(app)
 def doctor() -> None:
-    """Say what is used here and why, and what to do about what does not work."""
+    """Print the kernels and libraries in use, with reasons, and remedies for those that fail."""
     from quire.cli.doctor import examine, print_findings
 
     print_findings(examine())

@@ -31,7 +31,7 @@ def commit_row(commit: SessionCommit) -> tuple[object, ...]:
 
 
 def fact_for_people(name: str, value: Any) -> str:
-    """Return one of ``commit_facts``, or a number, in words."""
+    """Return a value of ``commit_facts``, or a number, in words."""
     match name, value:
         case _, bool():
             return "yes" if value else "no"

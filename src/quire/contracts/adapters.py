@@ -101,4 +101,4 @@ class LowRankKernel(Protocol):
         the adapters."""
 
     def bind(self, plan: Any, pieces: Sequence[RankPiece]) -> AddProducts:
-        """Return one map's term, valid until the pieces move; A, B in the model's dtype."""
+        """Return a map's term, valid until the pieces move; A, B in the model's dtype."""

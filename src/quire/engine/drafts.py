@@ -263,7 +263,7 @@ class Drafts:
         return self._ahead != 0
 
     def ended(self, request: Request) -> None:
-        """Note that a request has ended; its counts go into its output."""
+        """Forget a request that has ended. Its counts go into its output."""
         self.verified(request)
         if (notes := self._requests.pop(request, None)) is None:
             return

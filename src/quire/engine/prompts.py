@@ -123,7 +123,7 @@ def is_segmented(prompt: object) -> bool:
 
 
 def as_prompts(prompts: Prompts) -> list[Prompt]:
-    """Return one prompt or many as a list."""
+    """Return a list of the prompts, of which there may be a single one."""
     if isinstance(prompts, (str, Mapping, ExecutorInputs)):
         return [prompts]
     if isinstance(prompts, torch.Tensor):

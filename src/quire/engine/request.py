@@ -315,8 +315,8 @@ class Request:
                 self.seat.reuse.miss(found.miss, found.length)
 
     def note_lost(self, miss: Miss, length: int) -> None:
-        """Note that ``length`` tokens did not come. If that was at its first admission, it does not
-        count as that."""
+        """Record a miss of ``length`` tokens that a tier did not deliver. An admission that
+        expected them counts as none."""
         if self.seat.reuse.by_tier:
             self.seat.reuse.by_tier.clear()
             self.seat.admitted = False

@@ -107,7 +107,7 @@ def _quoted(ids: Ids, tokenizer: Tokenizer | None) -> str:
 
 
 def completion(request: Request, tokenizer: Tokenizer | None) -> CompletionOutput:
-    """Return one sample."""
+    """Return the output of a sample."""
     wanted = request.params is not None and request.params.logprobs is not None
     return CompletionOutput(
         index=request.asked.index,

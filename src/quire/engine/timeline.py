@@ -132,7 +132,7 @@ class RequestLane:
         return "finished" if self.finished is not None else self.phases[-1][0]
 
     def enter(self, phase: str, at: float) -> None:
-        """Note that it does something else from now on."""
+        """Begin a phase at ``at`` seconds."""
         if len(self.phases) >= PHASES:
             self.phases[-1] = (phase, self.phases[-1][1])
         else:
@@ -287,11 +287,11 @@ class Timeline:
                     lane.admitted = now if lane.admitted is None else lane.admitted
 
     def ran(self, mark: StepMark) -> None:
-        """Note that the forward of a step has returned."""
+        """Record the return of a step's forward."""
         mark.ran = time.monotonic() - self._zero
 
     def stepped(self, mark: StepMark, tokens: int, generated: float) -> None:
-        """Note that a step is over; ``generated``: tokens generated since the engine began."""
+        """Record the end of a step; ``generated``: tokens generated since the engine began."""
         now, queues = time.monotonic() - self._zero, self._queues
         start = max(mark.began, self._end)
         chosen = max(mark.chosen, start)

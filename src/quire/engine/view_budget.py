@@ -42,13 +42,13 @@ class ViewBudget:
         return max(0.0, self._free - self._clock())
 
     def spend(self, seconds: float) -> None:
-        """Note that a reading took so long."""
+        """Charge the time of a reading."""
         with self._lock:
             self._free = max(self._free, self._clock()) + seconds / SHARE
             self._latest = self._free + MOST_FOR_ANSWERS
 
     def answered(self, seconds: float) -> None:
-        """Note that showing the last reading again took so long."""
+        """Charge the time of showing the last reading again."""
         with self._lock:
             later = max(self._free, self._clock()) + seconds / SHARE
             self._free = max(self._free, min(later, self._latest))

@@ -100,7 +100,7 @@ class ParamsSampling:
             self.sampler.counts = TokenCounts(seen)
 
     def observe(self, token: int) -> None:
-        """Note that ``token`` joined the output."""
+        """Add ``token`` to the output's tokens."""
         self.sampler.observe(token)
         self._observed.append(token)
 

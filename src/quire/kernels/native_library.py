@@ -30,7 +30,7 @@ class NativeLibrary:
     """Address of GOMP_parallel in PyTorch's OpenMP runtime; None: calls run on one thread."""
 
     def function(self, name: str, *arguments: type[Any], result: type[Any] | None = None) -> Any:
-        """Return one function of the library, with the types of its arguments and of its result."""
+        """Return a function of the library, with the types of its arguments and of its result."""
         found = getattr(self.library, name)
         found.argtypes, found.restype = list(arguments), result
         return found

@@ -51,7 +51,7 @@ class ChosenRows:
         return True
 
     def give(self, layer_id: int, rows: Rows) -> None:
-        """Note that the layer has these rows."""
+        """Record the layer's new rows."""
         self._given.setdefault(layer_id, np.zeros(int(self._starts[-1]), dtype=np.bool_))[rows] = True
 
     def given(self, layer_id: int) -> NDArray[np.bool_]:
@@ -59,7 +59,7 @@ class ChosenRows:
         return self._given.get(layer_id, np.zeros(int(self._starts[-1]), dtype=np.bool_))
 
     def rollback(self, layer_id: int, rows: Rows) -> None:
-        """Note that something else was stored in the places of these rows."""
+        """Record rows as overwritten by others."""
         if layer_id in self._given:
             self._given[layer_id][rows] = False
 

@@ -92,7 +92,7 @@ class PageTable:
         return self._pages[: self.size]
 
     def page(self, index: int) -> int:
-        """Return one entry."""
+        """Return the page at an index."""
         return self._pages.item(index)
 
     @property

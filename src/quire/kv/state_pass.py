@@ -505,7 +505,7 @@ class StatePass:
             self.chosen.require_given(layer_id)
 
     def end_write(self, layer_id: int) -> None:
-        """Note that the layer's rows are stored."""
+        """Record the layer's rows as stored."""
         self.written.add(layer_id)
 
     # -- the parts of attention --------------------------------------------------------------------

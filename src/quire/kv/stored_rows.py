@@ -254,7 +254,7 @@ def has_rows(state: StateParts, layer_id: int | None) -> bool:
 
 
 def layers_of(state: StateParts, layer_id: int | None, verb: str) -> dict[int, Layer]:
-    """Return one layer, or all, of the kinds that have the verb, of one geometry, by id."""
+    """Return a layer, or all layers, by id: the kinds that have the verb, of one geometry."""
     ids = state.paged.layer_ids if layer_id is None else [layer_id]
     layers = {one: layer for one in ids if not layer_refusal(verb, (layer := state.layer(one)).spec.kind)}
     if len({geometry(layer.spec) for layer in layers.values()}) > 1:

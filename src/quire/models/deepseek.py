@@ -152,7 +152,7 @@ def latent_spellings(config: LatentConfig) -> Sequence[NameTable]:
 
 
 def latent_mixture_spellings(config: LatentMixtureConfig) -> Sequence[NameTable]:
-    """Return one name table for single experts and one for stacked experts."""
+    """Return two name tables: for single experts and for stacked experts."""
     trunk = _trunk(config)
     return tuple(
         mixture_names(config, projections=projections, shared="shared_experts", trunk=trunk)

@@ -90,7 +90,7 @@ class DecoderGeometry:
         sm_scale: float | None = None,
         softcap: float | None = None,
     ) -> tuple[AttentionSpec, ...]:
-        """Return one spec per layer from one rope and window for all, or one for each (None: none).
+        """Return a spec per layer from a rope and a window for all, or one for each (None: none).
 
         A window that no position can leave is left out.
         """

@@ -31,5 +31,5 @@ def read_mixtral_config(fields: ConfigFields, max_model_len: int | None) -> Mixt
 
 
 def mixtral_spellings(config: MixtureConfig) -> tuple[NameTable, ...]:
-    """Return one name table for single experts and one for stacked experts."""
+    """Return two name tables: for single experts and for stacked experts."""
     return mixture_names(config, block="block_sparse_moe", projections=("w1", "w3", "w2")), mixture_names(config)

@@ -68,7 +68,7 @@ class LiveSequence:
         return None if adapter is None else self.adapters.name_of(adapter)
 
     def child(self, branch: SessionBranch, length: int) -> LiveSequence:
-        """Return that of a fork of the first ``length`` tokens. It has no name."""
+        """Return the live sequence of a fork of the first ``length`` tokens. It has no name."""
         return replace(self, branch=branch, name=None, turns=self.turns.up_to(length))
 
     def require_open(self, verb: str) -> SessionBranch:

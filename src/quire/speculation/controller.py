@@ -85,7 +85,7 @@ class StepCosts:
         return end + slope * (rows - last)
 
     def measured(self, rows: int, seconds: float) -> None:
-        """Note that a step of ``rows`` rows has taken ``seconds``."""
+        """Record the ``seconds`` of a step of ``rows`` rows."""
         expected = self.seconds(rows) if self._widths else seconds
         ratio = min(max(seconds / expected, 1 / OUTLIER), OUTLIER)
         if rows not in self._seconds:

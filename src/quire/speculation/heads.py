@@ -135,7 +135,7 @@ class Reader:
         return self.next >= self.first
 
     def ran(self, count: int) -> None:
-        """Note that the next rows have run; the hidden state of the last one stays."""
+        """Record the next rows as run; the hidden state of the last one stays."""
         self.num_run += count
         self.states_NE = self.states_NE[self.next - 1 - self.first :].clone()
         self.first = self.next - 1

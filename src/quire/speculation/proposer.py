@@ -48,7 +48,7 @@ class Proposer(Protocol):
         """Return a draft of at most ``most[i]`` tokens for each request; it may be empty."""
 
     def ended(self, context: Context) -> None:
-        """Note that a request has ended, and forget it."""
+        """Forget a request that has ended."""
 
 
 def proposed(proposer: Proposer, contexts: Sequence[Context], most: Sequence[int]) -> list[Draft]:

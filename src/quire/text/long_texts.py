@@ -53,8 +53,7 @@ def given_up_by(is_given_up: Callable[[], bool], step_aside: Callable[[], None] 
 
 
 def step_aside() -> None:
-    """Say that this thread's call will wait for long without computing, so that other calls may
-    run beside it."""
+    """Announce a long wait of this thread's call without computing: other calls may run."""
     function = getattr(_calls, "step_aside", None)
     if function is not None:
         function()

@@ -152,7 +152,7 @@ class PoolMap:
         return BranchPagesView(reading=number, pool=self.pool, branch=name, pages=pages, positions=positions)
 
     def page(self, page: int, viewer: Viewer, texts: TextReader) -> PageView:
-        """Return one page as a viewer sees it; ``NotFound`` unless there is such a page."""
+        """Return a page as a viewer sees it; ``NotFound`` unless there is such a page."""
         if not 0 <= page < self.references.size:
             raise NotFound(
                 f"there is no page {page} in pool {self.pool}; its pages are 0 to {self.references.size - 1}",

@@ -215,7 +215,7 @@ class StateViews:
         return (self.state() if state is None else state).pool(pool).view(viewer)
 
     def page(self, pool: int, page: int, viewer: Viewer = EVERYBODY, *, state: ReadState | None = None) -> PageView:
-        """Return one page; ``NotFound``."""
+        """Return a page; ``NotFound``."""
         return (self.state() if state is None else state).pool(pool).page(page, viewer, self.texts)
 
     def branch_pages(

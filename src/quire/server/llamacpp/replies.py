@@ -177,7 +177,7 @@ class LlamaReply(Reply):
 
 
 def stop_of(reason: FinishReason | None, stop_reason: str | int | None) -> tuple[str, str]:
-    """Return how a text ended, and the string that ended it."""
+    """Return a text's kind of end, and the string that ended it."""
     if reason == "cancelled":
         raise Cancelled("the request was cancelled")
     if reason == "stop":

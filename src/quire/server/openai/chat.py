@@ -156,7 +156,7 @@ async def _answer_in_session(request: Request, asked: _Asked, made: Callable[...
 
 
 def _inputs(asked: _Asked) -> tuple[TemplateInputs, str]:
-    """Return what the template gets beside the messages of a session, and the template."""
+    """Return the template's variables beside the messages of a session, and the template."""
     body, tools = asked.body, asked.tools
     template = select_template(asked.tokenizer.chat_templates, with_tools=tools.given is not None)
     variables = {**(body.chat_template_kwargs or {}), **thinking_variables(body, template)}

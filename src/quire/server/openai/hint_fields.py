@@ -105,7 +105,7 @@ class HintFields:
 
 
 def answer_to(hint: str, name: str, *, done: bool = True, **more: Any) -> dict[str, Any]:
-    """Return one answer, without what does not apply."""
+    """Return an answer's fields, without those that do not apply."""
     given = {key: value for key, value in more.items() if value not in (None, "")}
     return {"hint": hint, "id": name, "status": "done" if done else "refused", **given}
 

@@ -107,7 +107,7 @@ class Reply(ABC):
         return {**self._head, "choices": choices, "usage": self.usage.body(), **self.quire(list(self.outputs.values()))}
 
     def ended(self, outputs: Sequence[RequestOutput]) -> None:  # noqa: B027 - only chats act on it
-        """Note that the answer is complete. Runs on the event loop."""
+        """Record the answer as complete. Runs on the event loop."""
 
     def quire(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """Return the reports beside the usage that OpenAI does not have: reuse and blending of the

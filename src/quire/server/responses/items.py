@@ -237,6 +237,6 @@ def _goes_on(message: Mapping[str, Any], item: Item) -> bool:
 
 
 def _joined(parts: Sequence[Mapping[str, Any]]) -> str | list[dict[str, Any]]:
-    """Return one text as it is, and several as parts, which the template joins."""
+    """Return a single text as it is, and several as parts, which the template joins."""
     texts = [part["text"] for part in parts]
     return texts[0] if len(texts) == 1 else [{"type": "text", "text": text} for text in texts]
