@@ -43,6 +43,7 @@ LAYERS = (
     {"llm"},
     {"async_llm"},
     {"server"},
+    {"cluster"},
     {"cli"},
 )
 """From the bottom up: a part may import itself and what lies below it."""
@@ -67,6 +68,7 @@ WITHOUT_TORCH = (
     "grammars.trial",
     "engine.page_use",
     "engine.timeline",
+    "cluster.front",
 )
 INSPECTED = (
     "quire.cli.main",

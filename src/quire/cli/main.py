@@ -231,6 +231,55 @@ def serve(
     run(AsyncLLM(model, **chosen), settings)
 
 
+@command(app, "server", "engine")
+def cluster(
+    name: ListedArgument = None,
+    model: ListedOption = None,
+    replicas: Annotated[int, typer.Option(help="Servers at the start, and at least.")] = 2,
+    max_replicas: Annotated[
+        int | None, typer.Option(help="Servers at most, by the requests under way. Default: --replicas.")
+    ] = None,
+    cpus: Annotated[float, typer.Option(help="CPUs that Ray sets aside for each server.")] = 1.0,
+    gpus: Annotated[float, typer.Option(help="GPUs that Ray sets aside for each server.")] = 0.0,
+    target: Annotated[
+        float, typer.Option(help="Requests under way for each server, above which there will be more.")
+    ] = 8.0,
+    slack: Annotated[
+        int, typer.Option(help="Requests that a server may have more than the least loaded and still get its prefixes.")
+    ] = 4,
+    ray_address: Annotated[
+        str | None, typer.Option(help="Address of a running Ray, as auto; by default one starts here.")
+    ] = None,
+    local: Annotated[
+        bool, typer.Option("--local", help="Run --replicas processes on this machine, without Ray.")
+    ] = False,
+    **options: Any,
+) -> None:
+    """Serve a model by several servers behind one address, on Ray Serve.
+
+    Requests go to the server that knows their session, or the longest beginning of their prompt.
+    The other options are those of quire serve, for each server. --state-dir is the folder of all
+    servers' state directories; on several machines it is on a file system that they share.
+    """
+    from quire.cluster.shape import ClusterShape
+
+    model, chosen = given_model(model, options, name)
+    if model is None:
+        ask_for_model("cluster")
+    shape = ClusterShape(
+        least=replicas,
+        most=replicas if max_replicas is None else max_replicas,
+        cpus=cpus,
+        gpus=gpus,
+        target=target,
+        slack=slack,
+    )
+    _require_server("quire cluster")
+    from quire.cluster.launch import launch
+
+    launch(model, chosen, shape, is_local=local, ray_address=ray_address)
+
+
 def _require_server(what: str) -> None:
     """Raise ``Unsupported`` if the packages of the server are not installed."""
     try:

@@ -7,11 +7,13 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib import metadata
+from pathlib import Path
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from quire.async_llm import AsyncLLM
+from quire.base.errors import InvalidArgument
 from quire.server.anthropic import routes as anthropic_messages
 from quire.server.chats import routes as chat_routes
 from quire.server.chats.store import Chats
@@ -53,8 +55,12 @@ def create_app(llm: AsyncLLM, settings: ServerSettings | None = None) -> FastAPI
         adapters={"": set(llm.config.adapters or ())},
     )
 
+    if settings.adopt_from is not None and llm.kept is None:
+        raise InvalidArgument("adopt_from needs state_dir, where the sessions continue", field="adopt_from")
     if llm.kept is not None:
-        context.sessions.keeper = SessionKeeper(llm, llm.kept, owners, context.salt)
+        context.sessions.keeper = SessionKeeper(
+            llm, llm.kept, owners, context.salt, settings.adopt_from and Path(settings.adopt_from)
+        )
 
     exporter = exporter_for(settings.otlp_endpoint)
 

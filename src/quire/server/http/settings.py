@@ -91,6 +91,11 @@ class ServerSettings:
     max_response_bytes: int | str = option("256MiB", "Memory for their conversations, at most; the same.")
     max_chats: int = option(1024, "Conversations of the page at / that are kept, at most; further ones are refused.")
     max_chat_bytes: int | str = option("256MiB", "Memory for them, at most.")
+    adopt_from: str | None = option(
+        None,
+        "Folder of other servers' state directories: a session of one that has ended continues here at its next use. "
+        "Needs --state-dir.",
+    )
     share_prefix_cache: bool = option(
         False, "Let API keys find each other's prompts in the prefix cache, which tells a key what others have asked."
     )

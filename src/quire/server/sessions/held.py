@@ -7,6 +7,7 @@ session is answered as an unknown one, so that guessing tells nothing.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import math
 import secrets
@@ -122,11 +123,17 @@ class Sessions:
             raise bad_field("ttl", f"ttl must be at most {most:g} seconds for a pinned session, got {ttl:g}")
         return most if ttl is None else ttl
 
-    def create(self, owner: str, session: AsyncSession, *, parent: str | None = None, ttl: float) -> str:
-        """Hold a session in its ``room``, and return its id. ``ttl`` is from ``lifetime``."""
+    def create(
+        self, owner: str, session: AsyncSession, *, parent: str | None = None, ttl: float, name: str | None = None
+    ) -> str:
+        """Hold a session in its ``room``, and return its id: ``name``, by default a new one.
+        ``ttl`` is from ``lifetime``. Raise ``ApiError`` 409 for the id of another session."""
         if self._closed:
             raise FailedPrecondition("the server is shutting down; it holds no new session")
-        name = f"{PREFIX}{secrets.token_hex(16)}"
+        name = name or f"{PREFIX}{secrets.token_hex(16)}"
+        if name in self._held or name in self._parked:
+            message = f"there is a session {name} already; delete it first"
+            raise ApiError(409, message, param="id", code="session_exists")
         self._held[name] = HeldSession(name, owner, session, parent, ttl, self._clock())
         self._sweep_soon()
         return name
@@ -144,16 +151,18 @@ class Sessions:
         ttl: float,
         name: str | None,
         labels: Mapping[str, str],
+        ids: Sequence[str | None] = (),
     ) -> list[str]:
-        """Create all of these, called so, and return their ids when they are durable. After an
-        error none is held."""
+        """Create all of these, called so, and return their ids when they are durable: ``ids``, by
+        default new ones. After an error none is held."""
         made: list[str] = []
         for session in sessions:
             if self.keeper is not None:
                 self.keeper.adopt(session)
             session.name, session.labels = name, labels
         try:
-            made += [self.create(owner, session, parent=parent, ttl=ttl) for session in sessions]
+            for session, given in itertools.zip_longest(sessions, ids):
+                made.append(self.create(owner, session, parent=parent, ttl=ttl, name=given))
             await asyncio.gather(*(self.keep(self._held[name]) for name in made))
         except BaseException:
             for name in made:
@@ -264,7 +273,11 @@ class Sessions:
                 held.busy = None
 
     async def wake(self, owner: str, name: str) -> None:
-        """Continue a parked session, or raise the reason against it."""
+        """Continue a parked session, or that of a server that has ended, or raise the reason
+        against it."""
+        is_unknown = name not in self._held and name not in self._parked
+        if is_unknown and self.keeper is not None and await self.keeper.adopted(name, owner):
+            self._parked.setdefault(name, owner)
         if self._parked.get(name) == owner:
             await self._unpark(name, owner)
 

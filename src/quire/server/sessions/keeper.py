@@ -10,8 +10,10 @@ import asyncio
 import hashlib
 import hmac
 import logging
+import re
 import secrets
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
@@ -22,23 +24,32 @@ from quire.base.errors import NotDurable
 from quire.server.http import logs
 from quire.server.http.errors import hiding
 from quire.sessions.durable import KeptSessions, saving
+from quire.store.adoption import adopt
 from quire.store.journal import End, Lifetime, Moment, SessionRecord, Use
 
 PREFIX = "session-"
 """How the ids of clients' sessions begin."""
+SESSION_ID = re.compile(r"session-[0-9a-f]{32}")
 
 
 class SessionKeeper:
     """What writes the sessions of one server, and finds them again."""
 
     def __init__(
-        self, llm: AsyncLLM, kept: KeptSessions, owners: Iterable[str], salt: Callable[[str, str | None], str | None]
+        self,
+        llm: AsyncLLM,
+        kept: KeptSessions,
+        owners: Iterable[str],
+        salt: Callable[[str, str | None], str | None],
+        others: Path | None = None,
     ) -> None:
-        """``owners``: digests of the API keys. ``salt``: ``Context.salt``."""
+        """``owners``: digests of the API keys. ``salt``: ``Context.salt``. ``others``: a folder of
+        state directories, out of which ``adopted`` takes sessions."""
         self._llm = llm
         self._kept = kept
         self._owners = tuple(owners)
         self._salt = salt
+        self._others = others
         self.failing = False
         """Whether the last write failed."""
 
@@ -117,6 +128,15 @@ class SessionKeeper:
             return found
 
         return await asyncio.to_thread(find)
+
+    async def adopted(self, name: str, owner: str) -> bool:
+        """Return whether a session of this owner was moved here from the state directory of a
+        server that has ended."""
+        if self._others is None or not SESSION_ID.fullmatch(name):
+            return False
+        return await asyncio.to_thread(
+            adopt, self._others, self._kept.journal, name, lambda record: is_hidden(owner, record.owner)
+        )
 
     async def restored(self, name: str, owner: str) -> tuple[SessionRecord, AsyncSession] | None:
         """Return a session, and its record; None if there is none or its time is over. Errors are

@@ -50,6 +50,7 @@ from quire.server.sessions.bodies import (
 from quire.server.sessions.branch_routes import commit_object, known_query
 from quire.server.sessions.files import receive_session, require_file, saved_session
 from quire.server.sessions.held import HeldSession
+from quire.server.sessions.keeper import SESSION_ID
 from quire.server.sessions.streams import ClientSessionStream
 from quire.sessions.labels import checked_labels, checked_name
 
@@ -116,9 +117,10 @@ async def _held(
     pin: bool,
     name: str | None,
     labels: Mapping[str, str],
+    session_id: str | None = None,
 ) -> Response:
-    """Answer with the id of a new session. ``chat`` answers its first messages. If it cannot be
-    held it is closed."""
+    """Answer with the id of a new session, by default a new one. ``chat`` answers its first
+    messages. If it cannot be held it is closed."""
     sessions, owner = _context(request).sessions, _owner(request)
     try:
         if chat is not None:
@@ -129,7 +131,7 @@ async def _held(
             # Pin last: until the size is known, the state can be given up and computed again.
             await session.pin(sessions.account(owner))
         lifetime = sessions.lifetime(ttl, pinned=session.pinned)
-        (made,) = await sessions.hold(owner, [session], ttl=lifetime, name=name, labels=labels)
+        (made,) = await sessions.hold(owner, [session], ttl=lifetime, name=name, labels=labels, ids=[session_id])
     except BaseException:
         await asyncio.shield(session.close())
         raise
@@ -190,16 +192,23 @@ async def upload(
     convert_dtype: bool = False,
     name: Annotated[str | None, Query(description="What the session is called.")] = None,
     label: Annotated[list[str] | None, Query(description="A label of the session, name=value.")] = None,
+    session_id: Annotated[
+        str | None, Query(alias="id", description="The id of a session that has ended, which the new one gets.")
+    ] = None,
 ) -> Response:
     """Make a session of a state file, which is the body of the request."""
     context = _context(request)
+    if session_id is not None and not SESSION_ID.fullmatch(session_id):
+        raise bad_field("id", f"id must be 'session-' and 32 hexadecimal digits, got {session_id[:60]!r}")
     with _about("label"):
         called, labels = checked_name(name), checked_labels(labels_of(label))
     require_file(request)
     with context.sessions.room(_owner(request)):
         session = await receive_session(request, context, convert_dtype=convert_dtype)
         # It is pinned if its state was written into, so that it cannot be computed again.
-        return await _held(request, session, ttl=ttl, pin=session.pinned, name=called, labels=labels)
+        return await _held(
+            request, session, ttl=ttl, pin=session.pinned, name=called, labels=labels, session_id=session_id
+        )
 
 
 @router.post("/generate", responses=STREAMED)
