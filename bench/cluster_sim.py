@@ -2,14 +2,14 @@
 again") in a trace of agents, by the policy that chooses a replica, for 1 to 1,000 replicas.
 
     python bench/cluster_sim.py --model tiny-python --replicas 1 2 10 100 1000
-    python bench/cluster_sim.py --model tiny-python --check        # beside two servers of this machine
+    python bench/cluster_sim.py --model tiny-python --check   # beside two servers of this machine
 
-``prefix`` is ``quire.cluster.router.Router`` itself, which is asked for every request. A replica is a
-queue of prompts, and requests that decode together; costs of both are measured with ``--model``. Its
-cache keeps the most recently used blocks. Agents share one of eight system prompts, and send a turn
-when the last one is answered and a pause is over: its prompt is all that was said, and a tool's
-result. Lengths are log-normal, as in published traces of agents: medians of 600 new tokens and 120
-of an answer, 8 turns.
+``prefix`` is ``quire.cluster.router.Router`` itself, which is asked for every request. A replica is
+a queue of prompts, and requests that decode together; costs of both are measured with ``--model``.
+Its cache keeps the most recently used blocks. Agents share one of eight system prompts, and send a
+turn when the last one is answered and a pause is over: its prompt is all that was said, and a
+tool's result. Lengths are log-normal, as in published traces of agents: medians of 600 new tokens
+and 120 of an answer, 8 turns.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def simulate(policy: str, count: int, costs: Costs, *, each: int, capacity: int,
             name = choice.replica
             router.prefixes.add(agent.blocks, name)
         elif policy == "least loaded":
-            name = router.by_load()[0]
+            name = router.least() or ""
         else:
             turn += 1
             name = names[turn % count]
@@ -196,9 +196,16 @@ def measured(model: str) -> Costs:
         return Costs(prompt, steps[1] - row, row, llm.bytes_per_token)
 
 
-async def real(model: str, policy: str, sessions: int, seed: int) -> tuple[float, float]:
+def common(one: str, other: str) -> int:
+    """Return the length of the common beginning."""
+    differing = (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(differing, min(len(one), len(other)))
+
+
+async def real(model: str, policy: str, sessions: int, seed: int) -> tuple[float, float, float]:
     """Play turns of agents against two servers of this machine, and return the part of the prompts'
-    tokens that was cached, and the median of seconds to the first token."""
+    tokens that was cached; the part of their characters that a cache without limits would have, by
+    the same choices; and the median of seconds to the first token."""
     import httpx
 
     from quire.cluster.front import Front
@@ -209,14 +216,19 @@ async def real(model: str, policy: str, sessions: int, seed: int) -> tuple[float
     class Policy(Router):
         """One request is under way at a time, so that the least loaded one is the next in turn."""
 
+        last = ""
+
         def choose(self, blocks: Sequence[int] = (), without: Collection[str] = ()) -> Choice | None:
-            return super().choose(blocks if policy == "prefix" else (), without)
+            found = super().choose(blocks if policy == "prefix" else (), without)
+            self.last = "" if found is None else found.replica
+            return found
 
     with tempfile.TemporaryDirectory() as folder:
         replicas = LocalReplicas([model, "--kv-cache-memory", "64MiB"], Path(folder), 2)
         await replicas.start()
         try:
-            front = Front(replicas, Policy())
+            router = Policy()
+            front = Front(replicas, router)
             transport = httpx.ASGITransport(app=front)
             async with httpx.AsyncClient(transport=transport, base_url="http://front", timeout=600) as client:
                 system = "".join(rng.choice("abcdefgh ") for _ in range(600))
@@ -224,17 +236,22 @@ async def real(model: str, policy: str, sessions: int, seed: int) -> tuple[float
                 turns = [one for one in range(sessions) for _ in range(4)]
                 rng.shuffle(turns)
                 prompt, cached, firsts = 0, 0, []
+                sent: dict[str, list[str]] = {name: [] for name in replicas.names()}
+                letters, expected = 0, 0
                 for one in turns:
                     histories[one] += "".join(rng.choice("abcdefgh ") for _ in range(120))
                     begun = time.perf_counter()
                     body = {"prompt": histories[one], "max_tokens": 1, "temperature": 0}
                     answer = (await client.post("/v1/completions", json=body)).json()
                     firsts.append(time.perf_counter() - begun)
+                    letters += len(histories[one])
+                    expected += max((common(histories[one], text) for text in sent[router.last]), default=0)
+                    sent[router.last].append(histories[one])
                     prompt += answer["usage"]["prompt_tokens"]
                     cached += answer["quire"]["reuse"]["cached"]
         finally:
             await replicas.stop()
-    return cached / prompt, statistics.median(firsts)
+    return cached / prompt, expected / letters, statistics.median(firsts)
 
 
 def main() -> None:
@@ -249,10 +266,8 @@ def main() -> None:
     given = parser.parse_args()
     if given.check:
         for policy in POLICIES[:2]:
-            hit, first = asyncio.run(real(given.model, policy, 6, given.seed))
-            print(
-                f"{policy:13} two servers: {hit:6.1%} of the prompts' tokens cached, first token {first * 1e3:6.1f} ms"
-            )
+            hit, paper, first = asyncio.run(real(given.model, policy, 6, given.seed))
+            print(f"{policy:13} two servers cached {hit:.1%}, on paper {paper:.1%}; first token {first * 1e3:.1f} ms")
         return
     costs = measured(given.model)
     print(

@@ -259,8 +259,9 @@ class Front:
         for name in ids[1:]:
             if (place := await self._find(name, call, without)) != first:
                 await self._move(name, place, first, call)
-        least = self.router.by_load()[0]
         if ids == ids[:1] and ids[0].startswith("session") and self.router.is_overloaded(first):
+            least = self.router.least()
+            assert least is not None
             with suppress(Refused):  # it is in use, pinned, or does not fit: then it stays
                 await self._move(ids[0], first, least, call)
                 return least
@@ -279,7 +280,7 @@ class Front:
         end = time.monotonic() + (self._patience if known is not None else 0.0)
         while True:
             self._look()
-            for replica in self.router.by_load(without):
+            for replica in sorted(set(self.router.names) - without, key=self.router.load.__getitem__):
                 try:
                     async with self._replicas.send(replica, lookup) as answer:
                         status = answer.status
@@ -294,7 +295,7 @@ class Front:
                 # A replica's own words for a session that there is not.
                 self.router.sessions.pop(name, None)
                 await self._names(without)
-                return self.router.by_load(without)[0]
+                return self.router.least(without) or self.router.names[0]
             await asyncio.sleep(LOOK_SECONDS)
 
     async def _move(self, name: str, source: str, target: str, call: Call) -> None:

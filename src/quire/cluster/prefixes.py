@@ -8,7 +8,7 @@ least recently used blocks are forgotten.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence, Set
 
 import xxhash
 
@@ -37,17 +37,11 @@ class PrefixMap:
     def __len__(self) -> int:
         return len(self._replicas)
 
-    def longest(self, blocks: Sequence[int]) -> dict[str, int]:
-        """Return for each replica that knows a beginning the number of its blocks."""
-        found = dict[str, int]()
-        known: set[str] | None = None
-        for count, block in enumerate(blocks, 1):
-            here = self._replicas.get(block, set())
-            known = set(here) if known is None else known & here
-            if not known:
-                break
-            found.update(dict.fromkeys(known, count))
-        return found
+    def longest(self, blocks: Sequence[int]) -> Iterator[tuple[int, Set[str]]]:
+        """Yield numbers of leading blocks, largest first, and the replicas that know so many."""
+        for count in range(len(blocks), 0, -1):
+            if here := self._replicas.get(blocks[count - 1]):
+                yield count, here
 
     def add(self, blocks: Sequence[int], replica: str) -> None:
         """Note that a replica gets these blocks."""

@@ -7,7 +7,6 @@ Anything else goes to the least loaded one.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ class Choice:
 
     replica: str
     reason: Reason
-    """"overload": another one knows more of the prompt, and has too much to do."""
+    """"overload": another one knows a beginning of the prompt, and has too much to do."""
     blocks: int = 0
     """Blocks of the prompt that the replica knows."""
 
@@ -37,7 +36,7 @@ class Router:
         still get a prompt of which it knows more."""
         self.slack = slack
         self.prefixes = PrefixMap()
-        self.load: Counter[str] = Counter()
+        self.load: dict[str, int] = {}
         """Requests under way of each replica."""
         self.sessions: dict[str, str] = {}
         """The replicas of sessions and stored responses, by their ids; some have ended."""
@@ -48,41 +47,44 @@ class Router:
         """Take the replicas that there are now. Load and prefixes of others are forgotten."""
         for gone in set(self.names) - set(names):
             self.prefixes.remove(gone)
-            self.load.pop(gone, None)
         self.names = tuple(names)
+        self.load = {name: self.load.get(name, 0) for name in names}
 
     def choose(self, blocks: Sequence[int] = (), without: Collection[str] = ()) -> Choice | None:
         """Return the replica for a prompt of these blocks, None if there is none. ``without``:
         replicas that did not answer."""
-        order = self.by_load(without)
-        if not order:
+        reason: Reason = "load"
+        for count, replicas in self.prefixes.longest(blocks):
+            if found := [name for name in replicas if name in self.load and name not in without]:
+                best = min(found, key=self.load.__getitem__)
+                if not self.is_overloaded(best):
+                    return Choice(best, "prefix", count)
+                reason = "overload"
+                break
+        least = self.least(without)
+        return None if least is None else Choice(least, reason)
+
+    def least(self, without: Collection[str] = ()) -> str | None:
+        """Return a least loaded replica, equal ones in turns."""
+        left = {name: load for name, load in self.load.items() if name not in without} if without else self.load
+        if not left:
             return None
-        known = self.prefixes.longest(blocks)
-        best = max(order, key=lambda name: known.get(name, 0))  # of equal ones the least loaded
-        if not known.get(best):
-            return Choice(order[0], "load")
-        if self.is_overloaded(best):
-            return Choice(order[0], "overload", known.get(order[0], 0))
-        return Choice(best, "prefix", known[best])
+        low = min(left.values())
+        equal = [name for name, load in left.items() if load == low]
+        self._turn += 1
+        return equal[self._turn % len(equal)]
 
     def is_overloaded(self, name: str) -> bool:
         """Return whether a replica has ``slack`` more requests under way than the least loaded."""
-        return self.load[name] > min(self.load[one] for one in self.names) + self.slack
-
-    def by_load(self, without: Collection[str] = ()) -> list[str]:
-        """Return the replicas, the least loaded first, equal ones in turns."""
-        self._turn += 1
-        names = [name for name in self.names if name not in without]
-        start = self._turn % len(names) if names else 0
-        return sorted(names[start:] + names[:start], key=lambda name: self.load[name])
+        return self.load[name] > min(self.load.values()) + self.slack
 
     @contextmanager
     def under_way(self, replica: str, blocks: Sequence[int] = ()) -> Iterator[None]:
         """Count a request to a replica while it is under way."""
         self.prefixes.add(blocks, replica)
-        self.load[replica] += 1
+        self.load[replica] = self.load.get(replica, 0) + 1
         try:
             yield
         finally:
-            if self.load[replica] > 0:  # 0: the replica has left meanwhile
+            if self.load.get(replica):  # else the replica has left meanwhile
                 self.load[replica] -= 1
