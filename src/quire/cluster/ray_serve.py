@@ -157,7 +157,9 @@ def application(arguments: Sequence[str], state: Path, shape: ClusterShape) -> A
     def front() -> Front:
         return Front(RayReplicas(), Router(slack))
 
-    ingress = serve.deployment(serve.ingress(front)(), name="Front", max_ongoing_requests=MOST_UNDER_WAY)
+    ingress = serve.deployment(
+        serve.ingress(front)(), name="Front", max_ongoing_requests=MOST_UNDER_WAY, ray_actor_options={"num_cpus": 0}
+    )
     return ingress.bind(replica)
 
 
