@@ -128,7 +128,7 @@ def check_branches(llm: LLM, state: ReadState, sessions: list[Any]) -> None:
         branch, view = by_number[session.number]
         assert branch.given(0, branch.length)[: len(session)] == session.tokens
         assert (view.pinned, view.modified, view.exact) == (session.pinned, session.modified, session.exact)
-        assert (view.name, view.busy) == (session.name, session._state.busy)
+        assert (view.name, view.busy) == (session.name, session._branch.busy)
 
 
 def tree_of(view: HistoryView) -> dict[str, list[tuple[int, str]]]:

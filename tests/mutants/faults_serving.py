@@ -415,8 +415,8 @@ WRITTEN = (
     Mutant(
         name="reading-states-takes-the-last-token-back",
         file="sessions/state.py",
-        old="        if kv.nearest_reachable(state.seq, last) != last:",
-        new="        if kv.nearest_reachable(state.seq, last) == last:",
+        old="        if kv.nearest_reachable(branch.seq, last) != last:",
+        new="        if kv.nearest_reachable(branch.seq, last) == last:",
         tests=("engine/test_checkpoints.py::test_reading_undoes_no_write",),
     ),
 )

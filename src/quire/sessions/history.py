@@ -49,15 +49,15 @@ def checkout(sources: SessionSources, name: str, owner: str) -> Session:
         check_model(commit.model, sources.identity.fields())
         if commit.state.file is not None:
             with saved_sessions.opened(engine, _verified(commit, blob)) as file, engine.lock:
-                state = saved_sessions.load(engine, file, sources.identity, convert_dtype=False)
-                session = sources.session_of(state)
+                branch = saved_sessions.load(engine, file, sources.identity, convert_dtype=False)
+                session = sources.session_of(branch)
         else:
             with engine.lock:
                 key = read_key(commit.key, owner)
-                state = saved_sessions.branch_of(
+                branch = saved_sessions.branch_of(
                     engine, ids_T, adapters=commit.adapters, window=commit.window, key=key, what=what
                 )
-                session = sources.session_of(state)
+                session = sources.session_of(branch)
     except QuireError as error:
         if not str(error).startswith(what):
             error.about(what)

@@ -101,7 +101,7 @@ class Session:
     def __init__(self, live: LiveSequence) -> None:
         """Register the session with the engine."""
         self._engine = live.engine
-        self._state = live.branch
+        self._branch = live.branch
         self._keeper: Keeper | None = None
         """Saves it under its name; None: it ends with the process."""
         self._kept_as: str | None = None
@@ -118,7 +118,7 @@ class Session:
     # -- its contents ------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        return len(self._state.tokens)
+        return len(self._branch.tokens)
 
     def __repr__(self) -> str:
         return session_repr(self._live)
@@ -163,17 +163,17 @@ class Session:
 
     def encode(self, text: Text) -> NDArray[np.int64]:
         """Return the token ids that ``append`` adds for a text, or the given ids."""
-        return self._live.encode(text, self._state.tokens.ids)[0]
+        return self._live.encode(text, self._branch.tokens.ids)[0]
 
     @property
     def pinned(self) -> bool:
         """Return whether its state is kept even if the pool is short."""
-        return self._state.pinned
+        return self._branch.pinned
 
     @property
     def window(self) -> tuple[int, int] | None:
         """(window, sink), in tokens, of what it keeps; None: it keeps all tokens."""
-        window = self._state.window
+        window = self._branch.window
         return None if window is None else (window.size, window.sink)
 
     @property
@@ -186,19 +186,19 @@ class Session:
         """Return whether computing its tokens would not give its state. Then ``set_kv`` wrote into
         it, or it came from a file or a KV cache without the embeddings that stood at
         placeholders."""
-        return self._state.modified
+        return self._branch.modified
 
     @property
     def exact(self) -> bool:
         """Return whether its state is what its tokens give, apart from ``modified``. It is not if
         some of it went through another dtype, or was blended. It becomes exact again when it is
         computed again: after a rewind to ``exact_tokens`` or before, or once it was dropped."""
-        return self._state.origin.exact
+        return self._branch.origin.exact
 
     @property
     def exact_tokens(self) -> int:
         """Return the number of its first tokens with exact state; all of them, if ``exact``."""
-        return self._state.origin.exact_part(len(self))
+        return self._branch.origin.exact_part(len(self))
 
     @property
     def last_commit(self) -> str | None:
@@ -209,7 +209,7 @@ class Session:
     @property
     def num_computed(self) -> int:
         """Tokens whose state is in the pool now."""
-        return self._state.computed
+        return self._branch.computed
 
     @property
     def pages(self) -> tuple[int, int]:
@@ -228,7 +228,7 @@ class Session:
     def number(self) -> int:
         """Return the number that no other session of the process has. ``engine.views`` use it as a
         name."""
-        return self._state.number
+        return self._branch.number
 
     def belongs_to(self, engine: Engine) -> bool:
         """Return whether this engine runs it."""
@@ -306,7 +306,7 @@ class Session:
     ) -> Request:
         """Queue the request of ``generate``; the session is generating until steps have run it."""
         with self._engine.lock:
-            return generation.submit(self._live, self._state.tokens.ids, params, request_id, hints)
+            return generation.submit(self._live, self._branch.tokens.ids, params, request_id, hints)
 
     # -- chat --------------------------------------------------------------------------------------
 
@@ -574,19 +574,19 @@ class Session:
         for, with all that it will hold; ``QuotaExceeded`` or ``PoolExhausted`` if the account would
         then hold too much."""
         with self._engine.lock:
-            state = self._live.require_idle("pin")
-            self._engine.pins.check(state, len(self), account)
-            state.pinned, state.account = True, account
+            branch = self._live.require_idle("pin")
+            self._engine.pins.check(branch, len(self), account)
+            branch.pinned, branch.account = True, account
 
     @kept
     def unpin(self) -> None:
         """Let its state be dropped again if the pool is short. ``FailedPrecondition`` once
         ``set_kv`` wrote into it."""
         with self._engine.lock:
-            state = self._live.require_idle("unpin")
-            if state.modified:
+            branch = self._live.require_idle("unpin")
+            if branch.modified:
                 raise FailedPrecondition("unpin: a state that set_kv wrote into cannot be computed again, so it stays")
-            state.pinned, state.account = False, None
+            branch.pinned, branch.account = False, None
 
     # -- its views ---------------------------------------------------------------------------------
 
@@ -677,7 +677,7 @@ class Session:
                 self._keep(wait=True)
         finally:
             self._live.closed = True
-            self._engine.forget(self._state)
+            self._engine.forget(self._branch)
             self._engine.finalizers.unwatch(self)
 
     def __enter__(self) -> Self:

@@ -98,12 +98,12 @@ class SessionSources:
         # Under the lock the adapter stays loaded until the session is known to use it.
         with self.engine.lock:
             held = TokenHistory(tokens, media)
-            state = SessionBranch(
+            branch = SessionBranch(
                 tokens=held, key=key, pinned=pin, window=kept, adapter=self.requests.adapter_id(adapter)
             )
             if tokens.size:
-                self.engine.checks_of(state).length(tokens.size, None)
-            session = self.session_of(state, called, labelled)
+                self.engine.checks_of(branch).length(tokens.size, None)
+            session = self.session_of(branch, called, labelled)
         try:
             scoring.compute(session._live, use_tqdm=use_tqdm)
         except BaseException:
