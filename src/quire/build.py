@@ -110,7 +110,7 @@ from quire.store.urls import open_tiers, state_tier
 from quire.text.chat_templates import with_chosen_template
 from quire.text.tokenizer import Tokenizer
 from quire.weights.gguf_container import open_gguf
-from quire.weights.gguf_names import is_gguf
+from quire.weights.gguf_paths import is_gguf
 
 logger = logging.getLogger("quire")
 

@@ -42,7 +42,7 @@ MUTANTS = (
     ),
     Mutant(
         name="drafts-of-a-tree-keep-a-node-less",
-        file="branches/pool.py",
+        file="branches/owner.py",
         old="self.apply(Commit((branch.seq,), (kept - 1,)))\n            held += kept",
         new="self.apply(Commit((branch.seq,), (kept - 2,)))\n            held += kept - 1",
         tests=(f"{TESTS}::test_interrupted_while_tokens_are_taken",),

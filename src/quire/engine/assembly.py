@@ -96,7 +96,7 @@ def make_engine(
     scheduler = Scheduler(
         state,
         queues=queues,
-        pool=branches,
+        branches=branches,
         cache=cache,
         tier=stored,
         checkpoints=checkpoints,

@@ -1,4 +1,4 @@
-"""``BranchPool``: the sequences of branches in one KV state, and how they are forked and cut."""
+"""``BranchOwner``: an owner of branches, which forks, cuts and removes their sequences."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from quire.kv.windows import Window
 from quire.runner.local import Runner
 
 
-class BranchPool(ABC):
-    """The branches of one owner. The caller holds the runner's lock."""
+class BranchOwner(ABC):
+    """An owner of branches over one runner: the engine, or the caches of an executor. The caller
+    holds the runner's lock."""
 
     @property
     @abstractmethod
