@@ -345,7 +345,7 @@ def test_a_commit_of_a_session_that_is_shown_is_shown(stored: LLM) -> None:
 
 def test_a_tier_that_fails_hides_no_session(stored: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     from quire.base.errors import TierError
-    from quire.sessions import commits as session_commits
+    from quire.sessions import commits
 
     with stored.session(random_tokens(40)) as session:
         made = session.commit("main")
@@ -354,7 +354,7 @@ def test_a_tier_that_fails_hides_no_session(stored: LLM, monkeypatch: pytest.Mon
         def fails(*args: object, **more: object) -> None:
             raise TierError("the disk is gone")
 
-        monkeypatch.setattr(session_commits, "ask", fails)
+        monkeypatch.setattr(commits, "ask", fails)
         monkeypatch.setattr(stored.views.commits, "_clock", lambda: float("inf"))
         kinds = {view.kind for view in stored.views.history().branches}
         assert kinds >= {"commit", "session"}, "those read last are shown"

@@ -20,7 +20,7 @@ from quire.base.signatures import require_bool
 from quire.base.types import Remove, SeqId, Step
 from quire.contracts.store import KEY_BYTES, ObjectKey, ObjectKind
 from quire.engine.engine import Engine
-from quire.sessions import saving as saved_sessions
+from quire.sessions import saving
 from quire.sessions.live_sequence import LiveSequence
 from quire.store.commits import (
     TOKENS_IN_PIECE,
@@ -125,7 +125,7 @@ def draft(live: LiveSequence, message: str) -> CommitDraft:
     """Describe an idle session of which at most the last token is not computed. The caller has the
     engine's lock, and calls ``release`` later."""
     engine, branch = live.engine, live.require_idle("commit")
-    saved_sessions.require_computed(branch)
+    saving.require_computed(branch)
     try:
         chat: Any = json.loads(live.turns.written() or "null")
     except (TypeError, ValueError) as error:
@@ -133,10 +133,10 @@ def draft(live: LiveSequence, message: str) -> CommitDraft:
             f"a message of the session's chat is no JSON ({error}); a commit holds only such"
         ) from None
     stored = engine.stored
-    modified = saved_sessions.needs_state(branch) or bool(stored.keys.layout.refusal)
+    modified = saving.needs_state(branch) or bool(stored.keys.layout.refusal)
     objects: Mapping[ObjectKey, Callable[[], bytes]]
     if modified:
-        blob = saved_sessions.to_bytes(engine, branch, live.identity)
+        blob = saving.to_bytes(engine, branch, live.identity)
         key = _file_key(blob, len(branch.tokens))
         names, objects, fork = StateNames(file=(key.name, len(blob))), {key: lambda: blob}, None
     else:

@@ -28,7 +28,7 @@ from quire.branches.session_branch import SessionBranch
 from quire.engine.engine import Engine
 from quire.kv.sequencefile import IDENTITY, other_length
 from quire.models.fingerprint import ModelIdentity
-from quire.sessions import saving as saved_sessions
+from quire.sessions import saving
 from quire.sessions.chat_turns import ChatTurns
 from quire.sessions.preparation import cache_key
 from quire.sessions.session import Session
@@ -94,13 +94,13 @@ class KeptSessions:
     @staticmethod
     def needs_state(session: Session) -> bool:
         """Return whether a session's tokens do not give its state."""
-        return saved_sessions.needs_state(session._branch)
+        return saving.needs_state(session._branch)
 
     def with_state(self, session: Session, record: SessionRecord) -> SessionRecord:
         """Return the record with a new state file of the session. This blocks: what is not computed
         is computed. ``NotDurable``: the file cannot be written."""
         path = self.journal.new_state(record.id)
-        with saving(path):
+        with durable_errors(path):
             session.save(path, use_tqdm=False)
         return replace(record, state=path.name)
 
@@ -129,15 +129,15 @@ class KeptSessions:
         engine = self._engine
         if record.state is not None:
             try:
-                with saved_sessions.opened(engine, self.journal.state_path(record)) as file, engine.lock:
-                    branch = saved_sessions.load(engine, file, self._identity, convert_dtype=False)
+                with saving.opened(engine, self.journal.state_path(record)) as file, engine.lock:
+                    branch = saving.load(engine, file, self._identity, convert_dtype=False)
                     session = self._session_of(branch)
             except DataLoss as error:
                 raise StoreDamaged(str(error)) from error
         else:
             key = private_salt() if record.private else cache_key(record.salt)
             with engine.lock:
-                branch = saved_sessions.branch_of(
+                branch = saving.branch_of(
                     engine,
                     record.tokens,
                     adapters=record.adapters,
@@ -246,7 +246,7 @@ def _log_failure(done: Future[None]) -> None:
 
 
 @contextmanager
-def saving(path: Path) -> Iterator[None]:
+def durable_errors(path: Path) -> Iterator[None]:
     """Turn errors of a save to ``path`` into ``NotDurable``."""
     try:
         yield
