@@ -7,14 +7,14 @@ from tests.mutants.harness import Mutant
 MUTANTS = (
     Mutant(
         name="prompts-begin-with-salted-rows",
-        file="executor/prefix_sharing.py",
+        file="executor/item_placement.py",
         old="row.tokens.ids[: row.origin.shareable(len(row.tokens))]",
         new="row.tokens.ids",
         tests=("engine/test_bridge.py::test_salted_tokens_and_windows_are_no_prefix_for_prompts",),
     ),
     Mutant(
         name="prompts-begin-with-windowed-rows",
-        file="executor/prefix_sharing.py",
+        file="executor/item_placement.py",
         old="if row.window != pool.facts.row_window",
         new="if False",
         tests=("engine/test_bridge.py::test_salted_tokens_and_windows_are_no_prefix_for_prompts",),
