@@ -55,7 +55,8 @@ class BranchOwner(ABC):
         return seq
 
     def fork_of(self, seq: SeqId, length: int = -1) -> SeqId:
-        """Fork a sequence, or its first ``length`` tokens; return the fork. Copies no page."""
+        """Fork a sequence, or its first ``length`` tokens; return the fork. It shares the pages
+        (``kv.sequence_table``), and copies none."""
         fork = self.new_seq()
         self.apply(Fork(seq, fork, length))
         return fork
