@@ -90,7 +90,7 @@ def kept_in_int8() -> Iterator[pytest.MonkeyPatch]:
         patch.setattr(kv_state, "PlainFormat", Int8Rows)
         patch.setattr(Cache, "update", rounding)
         for name in config.KV_FORMATS:
-            patch.setitem(config.KV_FORMATS, name, f"{__name__}:Int8Rows")
+            patch.setitem(config.KV_FORMATS, name, __name__)
         yield patch
 
 

@@ -117,7 +117,7 @@ def test_a_session_with_a_window_that_is_preempted_keeps_its_window(tmp_path: Pa
             engine.scheduler.preempt(work)
         tokens += [token for delta in stream for token in delta.token_ids]
         if preempted and not after:
-            engine.branches.drop(session._state)
+            engine.branches.drop(session._branch)
         tokens += session.generate(greedy(10)).outputs[0].token_ids
         assert engine.runner.state.num_used_pages < 45 // 4, "the window lets go of pages"
         found.append(tokens)

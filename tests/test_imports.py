@@ -61,7 +61,7 @@ WITHOUT_TORCH = (
     "kv.recurrent_table",
     "branches.branch",
     "engine.scheduler",
-    "speculation.lookup",
+    "speculation.proposers.lookup",
     "speculation.controller",
     "branches.prefix_cache",
     "engine.pins",

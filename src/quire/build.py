@@ -56,8 +56,8 @@ from quire.kernels.rows.cpu_rows import native_rows
 from quire.kernels.rows.triton_rows import TritonRows
 from quire.kernels.triton_support import attention_problem, triton_problem
 from quire.kv.divided_rows import DividedRows
+from quire.kv.formats import kv_format
 from quire.kv.forward_need import pages_for
-from quire.kv.plain_format import kv_format
 from quire.kv.recurrent import bytes_per_state
 from quire.kv.state import State
 from quire.kv.storage import bytes_per_token
@@ -102,15 +102,15 @@ from quire.runner.torch_group import TorchGroup
 from quire.sampling.seen_tokens import SeenTokens
 from quire.speculation.draft_model import DraftModel, check_vocabulary, check_vocabulary_size
 from quire.speculation.heads import Heads
-from quire.speculation.lookup import Lookup
 from quire.speculation.proposer import Proposer
+from quire.speculation.proposers import proposer_of
 from quire.store.memory import MemoryTier
 from quire.store.stack import Store
 from quire.store.urls import open_tiers, state_tier
 from quire.text.chat_templates import with_chosen_template
 from quire.text.tokenizer import Tokenizer
 from quire.weights.gguf_container import open_gguf
-from quire.weights.gguf_names import is_gguf
+from quire.weights.gguf_paths import is_gguf
 
 logger = logging.getLogger("quire")
 
@@ -793,8 +793,10 @@ def _make_executor(config: ExecutorConfig, choices: Choices, path: Path, ranks: 
         draft = load_draft_model(limits, speculation, model, Tokenizer.from_path(path), device, progress=False)
     budget, format = budget_of(model), kv_format(limits.kv_dtype, model.dtype)
     if speculation is not None:
-        proposer: Proposer = Lookup()
-        if draft is not None:
+        proposer: Proposer
+        if draft is None:
+            proposer = proposer_of(speculation.method)
+        else:
             longest = config.max_sequence_length
             proposer, budget = make_draft_model(limits, draft, model, budget, format, device, longest)
         arguments["drafting"] = Drafting(proposer, speculation.depth, model.vocab_size)

@@ -12,7 +12,7 @@ from quire.build import RankPart, layer_kernels, make_adapters, make_state, rank
 from quire.contracts.ranks import Group
 from quire.kernels.malloc import keep_freed_memory
 from quire.kv.divided_rows import DividedRows
-from quire.kv.plain_format import kv_format
+from quire.kv.formats import kv_format
 from quire.models.families import LoadedModel
 from quire.models.loading import load_model
 from quire.runner.local import LocalRunner

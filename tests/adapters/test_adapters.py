@@ -373,7 +373,7 @@ def test_refused_requests_leave_nothing(world: World) -> None:
     session = world.session(PROMPT, "one")
     refused: list[tuple[type[QuireError], Callable[[], object]]] = [
         (NotFound, lambda: world.engine.submit(np.array(PROMPT), greedy(2), adapter=99)),
-        (InvalidArgument, lambda: world.submit(PROMPT, "one", greedy(2), session=session._state)),
+        (InvalidArgument, lambda: world.submit(PROMPT, "one", greedy(2), session=session._branch)),
         (NotFound, lambda: BeamSearch(world.engine, np.array(PROMPT), BeamSearchParams(beam_width=2), adapter=99)),
         (NotFound, lambda: session.use_adapter("none of these")),
         (InvalidArgument, lambda: session.use_adapter(7)),  # type: ignore[arg-type]
@@ -382,7 +382,7 @@ def test_refused_requests_leave_nothing(world: World) -> None:
         with pytest.raises(kind):
             call()
         assert not world.engine.has_work
-        assert (session.adapter, session._state.runs) == ("one", BASE.then(len(PROMPT) - 1, world.ids["one"]))
+        assert (session.adapter, session._branch.runs) == ("one", BASE.then(len(PROMPT) - 1, world.ids["one"]))
 
 
 def test_who_uses_an_adapter(world: World) -> None:
@@ -440,9 +440,9 @@ def test_nobody_waits_for_adapters_of_those_who_came_later(
     session = world.session(random_tokens(40), None)
     session.use_adapter("one")
     session.append(random_tokens(20, seed=3))
-    world.engine.branches.drop(session._state)
+    world.engine.branches.drop(session._branch)
     world.engine.reset_prefix_cache()
-    older = world.engine.submit(np.array(session.tokens), greedy(2), session=session._state)[0]
+    older = world.engine.submit(np.array(session.tokens), greedy(2), session=session._branch)[0]
     younger = world.submit(random_tokens(5, seed=9), "two", greedy(100))[0]
     while not older.finished:
         world.engine.step()
@@ -507,7 +507,7 @@ class Told:
             self.under[-1] = self.adapter
         assert self.session.tokens == self.tokens
         assert self.session.adapter == self.adapter
-        runs = self.session._state.runs
+        runs = self.session._branch.runs
         assert [self.world.id_of(name) for name in self.under] == [runs.at(at) for at in range(len(self.tokens))]
         assert runs == runs_of_session(runs, len(self.tokens), self.world.id_of(self.adapter))
 
@@ -700,7 +700,7 @@ def test_sessions_and_the_prefix_cache(world: World) -> None:
 def squeeze_sessions(world: World, session: Session) -> None:
     """Drop the state of one session."""
     with world.engine.lock:
-        world.engine.branches.drop(session._state)
+        world.engine.branches.drop(session._branch)
 
 
 def test_a_chat_that_parts_from_the_session(world: World) -> None:
@@ -719,7 +719,7 @@ def test_a_chat_that_parts_from_the_session(world: World) -> None:
         shared = min(shared, len(tokens))
         under = [*one.under[:shared], *["one"] * (len(tokens) - shared)]
         under[-1] = "one"
-        (request,) = world.engine.submit(np.array(tokens), greedy(4), session=one.session._state)
+        (request,) = world.engine.submit(np.array(tokens), greedy(4), session=one.session._branch)
         world.engine.run([request])
         assert world.continues(tokens, under, request.output.token_ids, "one")
         one.tokens, one.under = [*tokens, *request.output.token_ids], [*under, *["one"] * 4]
@@ -745,7 +745,7 @@ def test_failed_and_cancelled_requests_leave_the_history(
     tokens = np.array([*one.tokens[:30], *random_tokens(12, seed=4)], dtype=np.int32)
     world.engine.scheduler.limits = type(world.engine.scheduler.limits)(max_num_seqs=4, max_num_batched_tokens=4)
     for preempted in (False, True):
-        request = world.engine.submit_run(one.session._state, tokens)
+        request = world.engine.submit_run(one.session._branch, tokens)
         world.engine.step()
         assert request.branch.computed > 30
         if preempted:
@@ -755,7 +755,7 @@ def test_failed_and_cancelled_requests_leave_the_history(
         check_store(world.llm) if host else check(world.llm)
         one.check_logits()
     with pytest.raises(QuireError, match="broken"):
-        one.session._live.wait(world.engine.submit_run(one.session._state, tokens, on_logits=breaks, fresh_from=0))
+        one.session._live.wait(world.engine.submit_run(one.session._branch, tokens, on_logits=breaks, fresh_from=0))
     one.settle()
     one.check_logits()
     one.generate(3)
@@ -770,7 +770,7 @@ def test_a_failed_run_of_the_beginning(world: World) -> None:
     one.append(random_tokens(10))
     ids = np.array(one.tokens[:30], dtype=np.int32)
     with pytest.raises(QuireError, match="broken"):
-        one.session._live.wait(world.engine.submit_run(one.session._state, ids, on_logits=breaks))
+        one.session._live.wait(world.engine.submit_run(one.session._branch, ids, on_logits=breaks))
     assert one.session.num_computed == 29
     one.settle()
     one.check_logits()

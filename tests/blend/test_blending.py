@@ -581,7 +581,7 @@ def test_a_blended_edit_is_marked(make_llm: MakeLLM, llama: Checkpoint, tmp_path
     session.save(tmp_path / "one.quire")
     assert not llm.load_session(tmp_path / "one.quire").exact
     (fresh,) = llm.generate([[*ids[:20], *ids[45:]]], greedy(COUNT))
-    assert fresh.num_cached_tokens <= (session._state.origin.inexact_from or 0)
+    assert fresh.num_cached_tokens <= (session._branch.origin.inexact_from or 0)
     assert fresh.outputs[0].token_ids == llama.greedy([*ids[:20], *ids[45:]], COUNT)
     fork.rewind(to=15)
     assert fork.exact
@@ -608,8 +608,8 @@ WINDOWED = [name for name in BLENDABLE if any(one in name for one in ("window", 
 def held_from(session: Session) -> int:
     """The first of the last tokens that all layers hold."""
     state = session._engine.runner.state
-    assert session._state.seq is not None
-    export = state.open_export(session._state.seq)
+    assert session._branch.seq is not None
+    export = state.open_export(session._branch.seq)
     return max(export.held(layer)[-1].start for layer in session._engine.blending.layout.layers)
 
 

@@ -18,7 +18,7 @@ from quire.base.token_history import TokenHistory
 from quire.base.types import Add, Step
 from quire.branches.branch import Branch
 from quire.branches.extension import Extension, extend, keep
-from quire.branches.pool import BranchPool
+from quire.branches.owner import BranchOwner
 from quire.branches.prefix_cache import RadixCache
 from quire.branches.session_branches import SessionBranches
 from quire.branches.stored_state import StoredState
@@ -28,21 +28,21 @@ PROMPT, DRAFTS = 7, 5
 WRONG = 1
 
 
-def engine_pool(executor: Executor) -> BranchPool:
+def engine_pool(executor: Executor) -> BranchOwner:
     runner = executor.pool.runner
     cache = RadixCache(runner.state.nearest_reachable)
     return SessionBranches(runner, cache=cache, tier=StoredState(runner), metrics=EngineMetrics())
 
 
-def executor_pool(executor: Executor) -> BranchPool:
+def executor_pool(executor: Executor) -> BranchOwner:
     return executor.pool
 
 
 pools = pytest.mark.parametrize("made", [engine_pool, executor_pool])
-MakePool = Callable[[Executor], BranchPool]
+MakePool = Callable[[Executor], BranchOwner]
 
 
-def run(pool: BranchPool, new: Extension, ids: Sequence[int]) -> Tensor:
+def run(pool: BranchOwner, new: Extension, ids: Sequence[int]) -> Tensor:
     """Logits of all of these tokens, which do not count yet."""
     before = new.branch.computed
     step = Step(chunks=(new.chunk(np.array(ids, dtype=np.int64), "all"),))
@@ -51,7 +51,7 @@ def run(pool: BranchPool, new: Extension, ids: Sequence[int]) -> Tensor:
     return logits_RV
 
 
-def begun(pool: BranchPool, ids: Sequence[int]) -> Branch:
+def begun(pool: BranchOwner, ids: Sequence[int]) -> Branch:
     """A branch whose tokens are all computed."""
     branch = Branch(tokens=TokenHistory(ids), seq=pool.new_seq())
     assert branch.seq is not None
@@ -60,7 +60,7 @@ def begun(pool: BranchPool, ids: Sequence[int]) -> Branch:
     return branch
 
 
-def compute(pool: BranchPool, branch: Branch) -> Tensor:
+def compute(pool: BranchOwner, branch: Branch) -> Tensor:
     new = Extension(branch, branch.computed, branch.runs)
     logits_RV = run(pool, new, branch.tokens.ids[branch.computed :].tolist())
     keep(pool, [new])
@@ -75,7 +75,7 @@ def drafted(tokens: Sequence[int], right: int) -> list[int]:
     return ids
 
 
-def require_length(pool: BranchPool, branch: Branch, length: int) -> None:
+def require_length(pool: BranchOwner, branch: Branch, length: int) -> None:
     assert branch.seq is not None
     assert branch.computed == length == pool.state.sequence_length(branch.seq)
     pool.state.check()

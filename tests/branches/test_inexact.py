@@ -31,7 +31,7 @@ EXACT = 20
 
 def spoil(session: Session, start: int) -> None:
     """Give the state of all tokens from ``start`` on other values."""
-    state, seq = session._engine.runner.state, session._state.seq
+    state, seq = session._engine.runner.state, session._branch.seq
     assert seq is not None
     for layer in range(2):
         held = state.held(seq, layer)[-1]
@@ -43,7 +43,7 @@ def spoil(session: Session, start: int) -> None:
 
 def mark(session: Session) -> int:
     """Let what the session computes from now on count as inexact; return from which token on."""
-    state = session._state
+    state = session._branch
     if state.origin.exact:
         state.origin = Origin(inexact_from=state.computed)
     return session.exact_tokens
@@ -231,7 +231,7 @@ def test_at_random(make_llm: MakeLLM, llama: Checkpoint, seed: int) -> None:
             case "mark" if inexact is None and len(session) < 60:
                 inexact = mark(session)
                 session.append(random_tokens(5, seed=seed))
-                if session._state.computed > inexact:
+                if session._branch.computed > inexact:
                     spoil(session, inexact)
             case "append" if len(session) < 60:
                 session.append(random_tokens(rng.randint(1, 5)))

@@ -476,7 +476,7 @@ def test_hybrids_are_cut_at_kept_states(make_llm: MakeLLM, hybrid: Checkpoint, t
     tokens = random_tokens(50)
     session = llm.session(tokens)
     session.logits()
-    state, seq = engine_of(llm).runner.state, session._state.seq
+    state, seq = engine_of(llm).runner.state, session._branch.seq
     assert seq is not None
     for position in state.checkpoints(seq):
         state.drop_checkpoint(seq, position)
@@ -484,10 +484,10 @@ def test_hybrids_are_cut_at_kept_states(make_llm: MakeLLM, hybrid: Checkpoint, t
         session.rewind(to=min(len(session), end))
         session.append(tokens[len(session) : end])
         session.logits()
-        assert session._state.seq is not None
+        assert session._branch.seq is not None
         if end < 50:
-            state.checkpoint(session._state.seq)
-    positions = [*state.checkpoints(session._state.seq), session._state.computed]
+            state.checkpoint(session._branch.seq)
+    positions = [*state.checkpoints(session._branch.seq), session._branch.computed]
     assert {20, 32} <= set(positions)
     squeeze(llm)
     rows = bool(stored_of(llm).keys.layout.row_layers)
@@ -525,8 +525,8 @@ def test_states_for_which_there_is_no_room_stay_behind(make_llm: MakeLLM, hybrid
     for end in (4, 8, 12, 16):
         session.append(tokens[len(session) : end])
         session.logits()
-        assert session._state.seq is not None
-        state.checkpoint(session._state.seq)
+        assert session._branch.seq is not None
+        state.checkpoint(session._branch.seq)
     session.append(tokens[16:])
     session.logits()
     squeeze(llm)
@@ -565,9 +565,9 @@ def test_a_session_that_is_not_exact_is_dropped(make_llm: MakeLLM, llama: Checkp
     llm = make_llm(llama)
     force(llm)
     session = llm.session_from_bytes(data, convert_dtype=True)
-    assert not session._state.origin.exact
+    assert not session._branch.origin.exact
     squeeze(llm)
-    assert (session.num_computed, session._state.origin.exact) == (0, True)
+    assert (session.num_computed, session._branch.origin.exact) == (0, True)
     assert memory_of(llm).stat_now().objects == 0
     assert_near(session.logits(), llama.logits(random_tokens(30))[-1])
 
@@ -863,7 +863,7 @@ def test_cancelled_sessions_keep_what_fits_them(make_llm: MakeLLM, llama: Checkp
     session = llm.session(random_tokens(30))
     stream = session.stream(greedy(20))
     tokens = [next(stream).token_ids[0] for _ in range(4)]
-    work = session._state.request  # type: ignore[union-attr]
+    work = session._branch.request  # type: ignore[union-attr]
     engine.scheduler.preempt(work)
     stream.close()
     assert session.tokens == random_tokens(30) + tokens
@@ -872,7 +872,7 @@ def test_cancelled_sessions_keep_what_fits_them(make_llm: MakeLLM, llama: Checkp
     assert recorder.num_tokens == 3
     # A run that is cancelled is undone.
     with engine.lock:
-        request = engine.submit_run(session._state, np.array(session.tokens + [7] * 40, dtype=np.int32))
+        request = engine.submit_run(session._branch, np.array(session.tokens + [7] * 40, dtype=np.int32))
     engine.scheduler.limits = type(engine.scheduler.limits)(max_num_seqs=8, max_num_batched_tokens=16)
     engine.step()
     engine.scheduler.preempt(request)

@@ -298,16 +298,16 @@ def test_adapters_of_each_token(python_llm: LLM) -> None:
     session.append("return")
     session.use_adapter("docs")
     cache = session.as_cache()
-    runs = session._state.runs
+    runs = session._branch.runs
     assert len(runs.runs) == 4
     loaded = python_llm.executor.create_kv_cache()
     loaded.load(cache.serialize())
     found = session.generate(greedy(6)).outputs[0].token_ids
     for source in (cache, loaded):
         with python_llm.session(cache=source) as other:
-            assert (other.adapter, other._state.runs) == ("docs", runs)
+            assert (other.adapter, other._branch.runs) == ("docs", runs)
             # Computed again from its tokens, each under its own.
-            engine_of(python_llm).branches.drop(other._state)
+            engine_of(python_llm).branches.drop(other._branch)
             assert other.generate(greedy(6)).outputs[0].token_ids == found
     session.close()
     python_llm.unload_adapter("docs")
@@ -408,14 +408,14 @@ def test_a_state_from_another_dtype_stays_marked(make_llm: MakeLLM, llama: Check
         cache.load(data)
     cache.load(data, convert_dtype=True)
     converted = llm.session_from_bytes(data, convert_dtype=True)
-    assert not converted._state.origin.exact
+    assert not converted._branch.origin.exact
     for session in (
         llm.session(cache=cache),
         llm.session(cache=converted.as_cache()),
         llm.session_from_bytes(cache.serialize()),
     ):
-        assert not session._state.origin.exact
-    assert llm.session(cache=llm.session(PROMPT).as_cache())._state.origin.exact
+        assert not session._branch.origin.exact
+    assert llm.session(cache=llm.session(PROMPT).as_cache())._branch.origin.exact
 
 
 def test_windows_go_along(small: LLM) -> None:
@@ -662,7 +662,7 @@ def test_pinned_and_dropped(make_llm: MakeLLM, llama: Checkpoint) -> None:
     cache.release()
     assert not other.pinned
     dropped = llm.session(random_tokens(20, seed=3))
-    engine_of(llm).branches.drop(dropped._state)
+    engine_of(llm).branches.drop(dropped._branch)
     assert dropped.as_cache().token_ids(0).tolist() == dropped.tokens, "computed again"
 
 

@@ -124,9 +124,9 @@ def test_generated_text_is_kept_too(make_llm: MakeLLM, hybrid: Checkpoint) -> No
     llm = make_llm(hybrid, kv_cache_memory="4MiB", checkpoint_interval=INTERVAL)
     session = llm.session(random_tokens(10))
     session.generate(greedy(60))
-    assert session._state.seq is not None
+    assert session._branch.seq is not None
     # And before the last token of the prompt.
-    assert kept(llm, session._state.seq) == [9, 16, 32, 48, 64]
+    assert kept(llm, session._branch.seq) == [9, 16, 32, 48, 64]
 
 
 def test_checkpoints_of_an_executor_are_its_own(make_llm: MakeLLM, hybrid: Checkpoint) -> None:
@@ -217,12 +217,12 @@ def test_sessions_that_were_written_into_keep_their_states(make_llm: MakeLLM, hy
     session.set_kv(layer, start=3, k=rows["k"][3:5], v=rows["v"][3:5])
     engine = engine_of(llm)
     assert engine.checkpoints is not None
-    assert session._state.seq is not None
-    before = kept(llm, session._state.seq)
+    assert session._branch.seq is not None
+    before = kept(llm, session._branch.seq)
     assert before
     while engine.checkpoints.drop_one():
         pass
-    assert kept(llm, session._state.seq) == before
+    assert kept(llm, session._branch.seq) == before
 
 
 # -- what is given and refused ---------------------------------------------------------------------

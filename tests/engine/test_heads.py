@@ -36,7 +36,7 @@ from quire import LLM, SamplingParams, Speculation
 from quire.base.errors import CheckpointError, InvalidArgument, QuireError, Unsupported
 from quire.base.types import Add, Chunk, Inputs, Remove, SeqId, Step
 from quire.build import make_state
-from quire.kv.plain_format import kv_format
+from quire.kv.formats import kv_format
 from quire.runner.local import LocalRunner
 from quire.runner.pool_budget import PoolSizes
 from quire.speculation import chains, heads

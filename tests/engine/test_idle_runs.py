@@ -77,7 +77,7 @@ def test_it_ends_when_anything_comes(make_llm: MakeLLM, checkpoint: Checkpoint) 
     with llm.session(random_tokens(5)) as session:
         for start in (
             lambda: engine.submit(prompt, greedy(1), key=KEY)[0],
-            lambda: engine.submit_run(session._state, prompt),
+            lambda: engine.submit_run(session._branch, prompt),
             lambda: engine.submit_prefix(prompt, key=KEY),
         ):
             llm.reset_prefix_cache()
@@ -131,7 +131,7 @@ def diverging(llm: LLM, model: Checkpoint) -> None:
     llm.prefetch([*other, 0])
     with llm.session(first) as session:
         prompt = np.array([*other, 1, 2], dtype=np.int64)
-        request = engine.submit(prompt, greedy(4), session=session._state)[0]
+        request = engine.submit(prompt, greedy(4), session=session._branch)[0]
         assert request.seat.reuse.cached == len(other)
         check(llm)
         engine.run([request])
@@ -140,7 +140,7 @@ def diverging(llm: LLM, model: Checkpoint) -> None:
         check(llm)
         # A run that is cancelled leaves the session as it was, whatever it went on from.
         before = session.tokens
-        again = engine.submit_run(session._state, np.array([*before[:20], *other[20:], 7, 8]))
+        again = engine.submit_run(session._branch, np.array([*before[:20], *other[20:], 7, 8]))
         engine.end([again])
         assert session.tokens == before
         check(llm)

@@ -266,7 +266,7 @@ def assert_whole(bed: Bed, what: str) -> None:
     assert not list(executor.pool.caches.values()), what
     check(bed.llm)
     if not bed.session._live.closed:
-        assert not bed.session._state.busy, what
+        assert not bed.session._branch.busy, what
         tokens = bed.session.tokens
         found = bed.session.generate(greedy(2)).outputs[0].token_ids
         assert bed.model.continues(tokens, found), f"{what}: wrong tokens of the session"
@@ -397,7 +397,7 @@ def interrupted_at_random(bed: Bed, rounds: int, seed: int) -> int:
             engine_of(bed.llm).finalizers.run_finalizers()
             bed.llm.executor.pool.sweep()
             check(bed.llm)
-            assert not bed.session._state.busy
+            assert not bed.session._branch.busy
             if number % 7 == 0:
                 tokens = bed.session.tokens
                 found = bed.session.generate(greedy(1)).outputs[0].token_ids
@@ -527,10 +527,10 @@ def test_what_nobody_holds_any_more_is_ended_by_the_next_step(
     with engine.lock:
         del child, stream
         assert len(engine.branches.sessions) == 3
-        assert other._state.busy
+        assert other._branch.busy
     engine.step()
     assert len(engine.branches.sessions) == 2
-    assert not other._state.busy
+    assert not other._branch.busy
     other.close()
     cache = bed.llm.executor.create_kv_cache()
     pool = bed.llm.executor.pool

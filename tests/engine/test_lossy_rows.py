@@ -95,7 +95,7 @@ def test_a_format_is_chosen_by_its_name(
     int8.undo()
     with pytest.raises(Unsupported, match="kv_dtype='int8' is not supported by this release; accepted: one of 'auto'"):
         make_llm(llama, kv_dtype="int8")
-    int8.setitem(config.KV_FORMATS, "int8", "tests.int8_rows:Int8Rows")
+    int8.setitem(config.KV_FORMATS, "int8", "tests.int8_rows")
     with caplog.at_level(logging.WARNING, "quire"):
         llm = make_llm(llama, kv_dtype="int8", pool=64)
     (said,) = [one.getMessage() for one in caplog.records if "attention" in one.getMessage()]
@@ -138,7 +138,7 @@ def test_norms_of_files_are_of_numbers(
     make_llm: MakeLLM, llama: Checkpoint, tmp_path: Path, int8: pytest.MonkeyPatch
 ) -> None:
     """A file names its format; an object of a store does not, and is refused."""
-    int8.setitem(config.KV_FORMATS, "int8", "tests.int8_rows:Int8Rows")
+    int8.setitem(config.KV_FORMATS, "int8", "tests.int8_rows")
     llm = make_llm(llama, store=[f"file://{tmp_path}/store"])
     session = llm.session(random_tokens(200))
     session.save(tmp_path / "state.quire")

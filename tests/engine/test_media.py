@@ -196,7 +196,7 @@ def test_sessions_at_random(make_llm: MakeLLM, bed: Checkpoint, seed: int) -> No
             before, after = sum(one < 0 for one in ids[:start]), sum(one < 0 for one in ids[:stop])
             ids, rows = [*ids[:start], *new, *ids[stop:]], [*rows[:before], *rows[after:]]
         elif verb == "drop":
-            engine_of(llm).branches.drop(session._state)
+            engine_of(llm).branches.drop(session._branch)
             llm.reset_prefix_cache()
         held[number] = (session, ids, rows)
         assert session.tokens == ids
@@ -271,7 +271,7 @@ def test_windowed_sessions(small: LLM) -> None:
     session = small.session(image(IDS, rows), window=8, sink=2)
     found = session.generate(greedy(6)).outputs[0].token_ids
     assert found != small.session(image(IDS, rows_of(3, 1)), window=8, sink=2).generate(greedy(6)).outputs[0].token_ids
-    engine_of(small).branches.drop(session._state)
+    engine_of(small).branches.drop(session._branch)
     session.rewind(to=len(IDS))
     assert session.generate(greedy(6)).outputs[0].token_ids == found
 

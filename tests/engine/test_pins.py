@@ -27,7 +27,7 @@ def pages_of(llm: LLM, sessions: Iterable[Session]) -> list[int]:
     state = engine.runner.state
     seqs = []
     for session in sessions:
-        found = (session._state.present.seq, session._state.undo_fork)
+        found = (session._branch.present.seq, session._branch.undo_fork)
         seqs += [seq for seq in found if seq is not None]
     counts = []
     for index in range(len(state.sequences.pools)):
@@ -64,11 +64,11 @@ class Life:
     def look(self) -> None:
         pinned = [one for one in self.sessions if one.pinned]
         for account in self.accounts:
-            assert within(self.llm, [one for one in pinned if one._state.account is account], self.SHARE)
+            assert within(self.llm, [one for one in pinned if one._branch.account is account], self.SHARE)
         assert within(self.llm, pinned, self.TOTAL)
 
     def idle(self) -> Session | None:
-        found = [one for one in self.sessions if not one._state.busy]
+        found = [one for one in self.sessions if not one._branch.busy]
         return self.rng.choice(found) if found else None
 
     def step(self) -> None:
@@ -103,7 +103,7 @@ class Life:
             self.sessions.append(loaded)
         else:
             assert session is not None
-            tokens = session._state.tokens.ids
+            tokens = session._branch.tokens.ids
             if choice == "close":
                 session.close()
                 self.sessions.remove(session)

@@ -126,7 +126,7 @@ def test_a_long_prompt_of_a_session_shows_its_tokens(llm: LLM, monkeypatch: pyte
         assert seen(monkeypatch, Terminal(), lambda: session.append("z = 3\n" * 40, use_tqdm=False)) == ""
         assert seen(monkeypatch, io.StringIO(), lambda: session.append("u = 3\n" * 40)) == ""
     with llm.session("v = 4\n" * 40) as session:
-        llm.engine.branches.drop(session._state)
+        llm.engine.branches.drop(session._branch)
         llm.reset_prefix_cache()
         assert "Prompt" in seen(monkeypatch, Terminal(), lambda: session.compute())
         assert seen(monkeypatch, Terminal(), lambda: session.compute()) == ""

@@ -104,7 +104,7 @@ def test_edits_run_nothing(make_llm: MakeLLM, hybrid: Checkpoint) -> None:
     llm = make_llm(hybrid, kv_cache_memory="4MiB")
     session = llm.session(random_tokens(30))
     session.logits()
-    runner, seq = engine_of(llm).runner, session._state.seq
+    runner, seq = engine_of(llm).runner, session._branch.seq
     assert seq is not None
     length = runner.state.sequence_length(seq)
     for edit in (Pop(seq, 5), Fork(seq, runner.new_seq(), length - 5)):

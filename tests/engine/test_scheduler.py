@@ -10,7 +10,7 @@ import pytest
 from quire.base.errors import ResourceExhausted
 from quire.base.token_history import common_prefix
 from quire.base.types import BASE, AdapterRuns, Add, Edit, Fork, Pop, Remove
-from quire.branches.pool import BranchPool
+from quire.branches.owner import BranchOwner
 from quire.branches.prefix_cache import RadixCache
 from quire.engine.request import Request, Status
 from quire.engine.request_queues import RequestQueues
@@ -83,7 +83,7 @@ class Pages:
         return any(self.held[seq][-1] in pages for name, pages in self.held.items() if name != seq)
 
 
-class World(BranchPool):
+class World(BranchOwner):
     """A scheduler with its state, a cache, and a loop that appends a token to whatever has run
     completely.
     """
@@ -104,7 +104,7 @@ class World(BranchPool):
         self.scheduler = Scheduler(
             self.pages,
             queues=RequestQueues(Limits(max_num_seqs=seqs, max_num_batched_tokens=budget)),
-            pool=self,
+            branches=self,
             cache=self.cache,
         )
 

@@ -47,7 +47,7 @@ def test_cancel_on_a_written_session_gives_its_state_back(
     session = llm.session(random_tokens(60))
     session.set_kv(0, v=torch.zeros(5, 2, 16), start=50)
     before, engine = session.logits(), engine_of(llm)
-    request = engine.submit_run(session._state, np.append(session._state.tokens.ids, random_tokens(80)))
+    request = engine.submit_run(session._branch, np.append(session._branch.tokens.ids, random_tokens(80)))
     for _ in range(4):
         engine.step()
     engine.cancel(request.request_id)
@@ -64,9 +64,9 @@ def test_a_refused_turn_leaves_a_written_session_usable(make_llm: MakeLLM, check
     session.set_kv(0, v=torch.zeros(5, 2, 16), start=50)
     session.append(random_tokens(20)).append(random_tokens(20, seed=1))
     engine = engine_of(llm)
-    tokens = np.append(session._state.tokens.ids[:50], random_tokens(9))
+    tokens = np.append(session._branch.tokens.ids[:50], random_tokens(9))
     with pytest.raises(FailedPrecondition, match="written into"):
-        engine.submit_run(session._state, tokens)  # type: ignore[arg-type]
+        engine.submit_run(session._branch, tokens)  # type: ignore[arg-type]
     assert len(session.generate(greedy(3)).outputs[0].token_ids) == 3
     check(llm)
 

@@ -263,7 +263,7 @@ def test_a_tree_shows_who_shares_and_where_they_part(llm: LLM) -> None:
             child.name = "the child"
             tree = session.tree()
             ends = {branch: node for node in tree.nodes for branch in node.branches}
-            numbers = {one: f"session:{one._state.number}" for one in (session, child, twin, stranger)}
+            numbers = {one: f"session:{one._branch.number}" for one in (session, child, twin, stranger)}
             assert tree.marked == numbers[session]
             assert ends[numbers[session]].end == len(session)
             assert ends[numbers[child]].start == at

@@ -128,7 +128,7 @@ def check_branches(llm: LLM, state: ReadState, sessions: list[Any]) -> None:
         branch, view = by_number[session.number]
         assert branch.given(0, branch.length)[: len(session)] == session.tokens
         assert (view.pinned, view.modified, view.exact) == (session.pinned, session.modified, session.exact)
-        assert (view.name, view.busy) == (session.name, session._state.busy)
+        assert (view.name, view.busy) == (session.name, session._branch.busy)
 
 
 def tree_of(view: HistoryView) -> dict[str, list[tuple[int, str]]]:
@@ -345,7 +345,7 @@ def test_a_commit_of_a_session_that_is_shown_is_shown(stored: LLM) -> None:
 
 def test_a_tier_that_fails_hides_no_session(stored: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     from quire.base.errors import TierError
-    from quire.sessions import commits as session_commits
+    from quire.sessions import commits
 
     with stored.session(random_tokens(40)) as session:
         made = session.commit("main")
@@ -354,7 +354,7 @@ def test_a_tier_that_fails_hides_no_session(stored: LLM, monkeypatch: pytest.Mon
         def fails(*args: object, **more: object) -> None:
             raise TierError("the disk is gone")
 
-        monkeypatch.setattr(session_commits, "ask", fails)
+        monkeypatch.setattr(commits, "ask", fails)
         monkeypatch.setattr(stored.views.commits, "_clock", lambda: float("inf"))
         kinds = {view.kind for view in stored.views.history().branches}
         assert kinds >= {"commit", "session"}, "those read last are shown"

@@ -27,7 +27,7 @@ from quire.kernels.block import NativeBlocks, NativeStack, native_blocks
 from quire.kernels.linear.cpu_linear import NativeLinear, NativeMap, native_linear
 from quire.kernels.native_library import native_library, native_problem
 from quire.kernels.rows.cpu_rows import native_rows
-from quire.kv.attention_parts import LayerParts
+from quire.kv.block_calls import LayerParts
 from quire.kv.state import State
 from quire.ops.rope import RotaryTable
 from quire.sampling.logit_edits import first_maxima
@@ -136,7 +136,7 @@ def test_every_number_is_that_of_the_parts(form: tuple[torch.dtype, WeightForm],
         tokens[:] = tokens[-1] if count > 1 else tokens
         found = stack.model(tokens, small.parts)
         assert torch.equal(found.logits_TV, small.one_by_one(tokens))
-        assert found.first == first_maxima(found.logits_TV)
+        assert found.maxima == first_maxima(found.logits_TV)
     with pytest.raises(IndexError, match=f"0 to {vocabulary - 1}"):
         stack.model(np.array([0, vocabulary]), small.parts)
     with pytest.raises(IndexError, match="-1"):
@@ -167,7 +167,7 @@ def test_first_maxima(dtype: torch.dtype, data: st.DataObject) -> None:
     small.head = small.kernel.pack(weight_OI, None, small.form)
     small.plan([3, 3])
     found = small.stack().model(np.array([5, 5]), small.parts)
-    assert found.first == first_maxima(found.logits_TV)
+    assert found.maxima == first_maxima(found.logits_TV)
 
 
 def test_every_level_and_any_number_of_threads() -> None:
@@ -186,7 +186,7 @@ def test_every_level_and_any_number_of_threads() -> None:
                 for _ in range(20):  # threads that come early and late
                     found = stack.model(tokens, small.parts)
                     assert torch.equal(found.logits_TV, expected)
-                    assert found.first == first_maxima(expected)
+                    assert found.maxima == first_maxima(expected)
     finally:
         rows.use_level(2)
 

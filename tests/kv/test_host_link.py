@@ -16,7 +16,7 @@ from quire.contracts.kv_state import Export
 from quire.contracts.layers import FullAttention
 from quire.kv import storage
 from quire.kv.contract import ContractState
-from quire.kv.plain_format import PlainFormat
+from quire.kv.formats.plain import PlainFormat
 from quire.kv.rule_table import Combination
 from quire.statefile import container as statefile
 

@@ -50,7 +50,7 @@ from quire.kernels.attention.sdpa import SdpaAttention
 from quire.kernels.rows.cpu_rows import native_rows
 from quire.kernels.rows.triton_rows import TritonRows
 from quire.kv import state as kv_state
-from quire.kv.plain_format import PlainFormat
+from quire.kv.formats.plain import PlainFormat
 from quire.kv.state import State
 from quire.kv.storage import PagedStorage, bytes_per_token
 from quire.ops.attention import ReferenceAttention
@@ -88,7 +88,7 @@ def swapped() -> Iterator[pytest.MonkeyPatch]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kv_state, "PlainFormat", SwappedPairs)
         for name in config.KV_FORMATS:
-            patch.setitem(config.KV_FORMATS, name, f"{__name__}:SwappedPairs")
+            patch.setitem(config.KV_FORMATS, name, __name__)
         yield patch
 
 

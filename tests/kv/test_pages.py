@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from tests.examples import examples
 
 from quire.base.errors import QuireError, ResourceExhausted
+from quire.kv.formats.plain import PlainFormat
 from quire.kv.forward_need import SlotRange, pages_for, slot_index, slots_of
 from quire.kv.pages import NULL_PAGE, PagePool, PageTable
-from quire.kv.plain_format import PlainFormat
 from quire.kv.sequence_table import SequenceTable
 from quire.kv.storage import PagedStorage, lazy_zeros
 from quire.kv.trees import Tree

@@ -29,7 +29,7 @@ from quire.contracts.layers import FullAttention, WindowedAttention
 from quire.kernels.attention.sdpa import SdpaAttention
 from quire.kv import storage
 from quire.kv.contract import ContractState
-from quire.kv.plain_format import PlainFormat
+from quire.kv.formats.plain import PlainFormat
 from quire.kv.rule_table import COMBINATIONS, Combination
 
 from .faces import contract

@@ -20,7 +20,7 @@ from quire.base.errors import CheckpointError, InvalidArgument, ResourceExhauste
 from quire.base.types import Add, Chunk, Fork, Pop, Step
 from quire.contracts.layers import FullAttention, sink_refusal
 from quire.kv.exchange import layer_metadata
-from quire.kv.plain_format import PlainFormat
+from quire.kv.formats.plain import PlainFormat
 from quire.models.config_fields import read_config_file
 from quire.models.fallback import read_foreign
 from quire.models.loading import load_model

@@ -70,7 +70,7 @@ MUTANTS = (
     ),
     Mutant(
         name="executors-share-across-adapters",
-        file="executor/prefix_sharing.py",
+        file="executor/item_placement.py",
         old="            common = row.runs.agreed(wanted, common)\n",
         new="",
         tests=("executor/test_adapters.py::test_shared_prefixes_are_of_one_adapter",),

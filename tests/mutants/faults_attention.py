@@ -50,7 +50,7 @@ MUTANTS = (
     ),
     Mutant(
         name="decodes-see-behind-their-window",
-        file="kv/attention_parts.py",
+        file="kv/block_calls.py",
         old="layer.view, spec.layer_window, self._page_size, rope",
         new="layer.view, None, self._page_size, rope",
         tests=("kernels/test_model_call.py::test_decodes_in_their_place_are_those_planned_anew",),
@@ -58,8 +58,8 @@ MUTANTS = (
     Mutant(
         name="maxima-of-logits-as-they-were",
         file="runner/local.py",
-        old="return None if self.first is None or self.logits_RV._version else self.first",
-        new="return self.first",
+        old="return None if self.maxima is None or self.logits_RV._version else self.maxima",
+        new="return self.maxima",
         tests=("engine/test_generate.py::test_not_finite_logits_end_one_request",),
     ),
     Mutant(

@@ -109,8 +109,8 @@ MUTANTS = (
     Mutant(
         name="approximate-state-is-moved-again",
         file="sessions/edits.py",
-        old="exact = state.origin.exact_part(state.computed)",
-        new="exact = state.computed",
+        old="exact = branch.origin.exact_part(branch.computed)",
+        new="exact = branch.computed",
         tests=("blend/test_blending.py::test_a_blended_edit_is_marked",),
     ),
     Mutant(

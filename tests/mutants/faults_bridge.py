@@ -7,14 +7,14 @@ from tests.mutants.harness import Mutant
 MUTANTS = (
     Mutant(
         name="prompts-begin-with-salted-rows",
-        file="executor/prefix_sharing.py",
+        file="executor/item_placement.py",
         old="row.tokens.ids[: row.origin.shareable(len(row.tokens))]",
         new="row.tokens.ids",
         tests=("engine/test_bridge.py::test_salted_tokens_and_windows_are_no_prefix_for_prompts",),
     ),
     Mutant(
         name="prompts-begin-with-windowed-rows",
-        file="executor/prefix_sharing.py",
+        file="executor/item_placement.py",
         old="if row.window != pool.facts.row_window",
         new="if False",
         tests=("engine/test_bridge.py::test_salted_tokens_and_windows_are_no_prefix_for_prompts",),
@@ -57,15 +57,15 @@ MUTANTS = (
     Mutant(
         name="written-rows-become-plain-sessions",
         file="sessions/state.py",
-        old="replace(state.origin, modified=fixed, private=False), fixed",
-        new="replace(state.origin, modified=False, private=False), False",
+        old="replace(branch.origin, modified=fixed, private=False), fixed",
+        new="replace(branch.origin, modified=False, private=False), False",
         tests=("engine/test_bridge.py::test_a_state_that_was_written_into",),
     ),
     Mutant(
         name="sessions-of-caches-forget-adapters",
         file="sessions/state.py",
-        old="    state.become(source, length, None)\n",
-        new="    state.become(source, length, None)\n    state.runs = type(state.runs)()\n",
+        old="    branch.become(source, length, None)\n",
+        new="    branch.become(source, length, None)\n    branch.runs = type(branch.runs)()\n",
         tests=("engine/test_bridge.py::test_adapters_of_each_token",),
     ),
     Mutant(

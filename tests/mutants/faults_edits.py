@@ -50,8 +50,8 @@ MUTANTS = (
     Mutant(
         name="edits-run-all-under-one-adapter",
         file="sessions/edits.py",
-        old="runs = state.runs.spliced(place.start, place.stop, added.size, state.adapter)",
-        new="runs = state.runs.then(place.start, state.adapter)",
+        old="runs = branch.runs.spliced(place.start, place.stop, added.size, branch.adapter)",
+        new="runs = branch.runs.then(place.start, branch.adapter)",
         tests=("adapters/test_adapters.py::test_conversations",),
     ),
     Mutant(
@@ -71,7 +71,7 @@ MUTANTS = (
     Mutant(
         name="edits-lose-embeddings",
         file="sessions/edits.py",
-        old=", state.tokens.media)",
+        old=", branch.tokens.media)",
         new=")",
         tests=("engine/test_media.py::test_sessions_at_random",),
     ),
@@ -99,7 +99,7 @@ MUTANTS = (
     Mutant(
         name="an-edit-of-a-pinned-session-is-not-pinned",
         file="sessions/edits.py",
-        old="    branch.pinned = state.pinned\n",
+        old="    fork.pinned = branch.pinned\n",
         new="",
         tests=("sessions/test_edits.py::test_a_pinned_session_is_pinned_while_it_is_edited",),
     ),

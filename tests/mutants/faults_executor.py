@@ -7,7 +7,7 @@ from tests.mutants.harness import Mutant
 MUTANTS = (
     Mutant(
         name="prefixes-shared-wherever-their-tokens-stand",
-        file="executor/prefix_sharing.py",
+        file="executor/item_placement.py",
         old="            common = common_prefix(stood, places[:common])\n",
         new="",
         tests=("executor/test_positions.py::test_prefixes_are_shared_as_far_as_tokens_stand_alike",),

@@ -106,8 +106,8 @@ MUTANTS = (
     Mutant(
         name="another-dtype-is-computed-again",
         file="sessions/saving.py",
-        old="return state.modified or not state.origin.exact or",
-        new="return state.modified or",
+        old="return branch.modified or not branch.origin.exact or",
+        new="return branch.modified or",
         tests=("sessions/test_kept_sessions.py::test_another_dtype_is_not_computed_again",),
     ),
 )

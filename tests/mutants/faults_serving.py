@@ -139,7 +139,7 @@ SESSIONS = (
     ),
     Mutant(
         name="fork-counts-what-a-window-lost",
-        file="branches/pool.py",
+        file="branches/owner.py",
         old="child.truncate_computed(held)",
         new="child.truncate_computed(min(parent.computed, held + 1))",
         tests=("branches/test_extension.py::test_a_fork_computes_what_its_state_does_not_hold",),
@@ -147,8 +147,8 @@ SESSIONS = (
     Mutant(
         name="window-forgotten-when-computed-again",
         file="engine/scheduler.py",
-        old="self._pool.add_seq(branch.window)",
-        new="self._pool.add_seq(None if request.seat.num_preemptions else branch.window)",
+        old="self._branches.add_seq(branch.window)",
+        new="self._branches.add_seq(None if request.seat.num_preemptions else branch.window)",
         tests=("test_gaps.py::test_a_session_with_a_window_that_is_preempted_keeps_its_window",),
     ),
     Mutant(
@@ -415,8 +415,8 @@ WRITTEN = (
     Mutant(
         name="reading-states-takes-the-last-token-back",
         file="sessions/state.py",
-        old="        if kv.nearest_reachable(state.seq, last) != last:",
-        new="        if kv.nearest_reachable(state.seq, last) == last:",
+        old="        if kv.nearest_reachable(branch.seq, last) != last:",
+        new="        if kv.nearest_reachable(branch.seq, last) == last:",
         tests=("engine/test_checkpoints.py::test_reading_undoes_no_write",),
     ),
 )

@@ -6,7 +6,7 @@ from tests.mutants.harness import Mutant
 
 TESTS, UNITS, EXECUTORS = "speculation/test_speculation.py", "speculation", "executor/test_drafting.py"
 EXACT = "engine/test_exact.py"
-DRAFTS, STEPS, LOOKUP = "engine/drafts.py", "engine/steps.py", "speculation/lookup.py"
+DRAFTS, STEPS, LOOKUP = "engine/drafts.py", "engine/steps.py", "speculation/proposers/lookup.py"
 HEADS, HEAD_TESTS = "speculation/heads.py", "engine/test_heads.py"
 RIGHT = f"{HEAD_TESTS}::test_a_head_that_is_right_is_always_accepted"
 FIRST = f"{HEAD_TESTS}::test_each_first_draft_is_that_of_the_definition"
@@ -42,7 +42,7 @@ MUTANTS = (
     ),
     Mutant(
         name="drafts-of-a-tree-keep-a-node-less",
-        file="branches/pool.py",
+        file="branches/owner.py",
         old="self.apply(Commit((branch.seq,), (kept - 1,)))\n            held += kept",
         new="self.apply(Commit((branch.seq,), (kept - 2,)))\n            held += kept - 1",
         tests=(f"{TESTS}::test_interrupted_while_tokens_are_taken",),

@@ -22,7 +22,7 @@ from quire.contracts.kv_format import KVFormat
 from quire.contracts.layers import FullAttention, KeyValueAttention, WindowedAttention
 from quire.contracts.ranks import Share
 from quire.kv.divided_rows import DividedRows
-from quire.kv.plain_format import PlainFormat
+from quire.kv.formats.plain import PlainFormat
 from quire.kv.sequencefile import with_groups
 from quire.kv.state import State
 

@@ -32,7 +32,7 @@ from quire.kernels.attention.triton_attention import TritonAttention
 from quire.kernels.recurrence.chunked import ChunkedRecurrence
 from quire.kernels.recurrence.triton_recurrence import TritonRecurrence
 from quire.kernels.rows.triton_rows import TritonRows
-from quire.kv.plain_format import PlainFormat
+from quire.kv.formats.plain import PlainFormat
 from quire.kv.recurrent import RecurrentStorage
 from quire.kv.state import State
 from quire.models.loading import load_model

@@ -17,7 +17,7 @@ from quire.contracts.layers import Recurrent
 from quire.kernels.attention.cpu_attention import NativeAttention
 from quire.kernels.native_library import native_problem
 from quire.kernels.recurrence.chunked import ChunkedRecurrence
-from quire.kv.plain_format import kv_format
+from quire.kv.formats import kv_format
 from quire.kv.state import State
 from quire.models.families import LoadedModel
 from quire.models.loading import load_model

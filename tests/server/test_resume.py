@@ -394,7 +394,7 @@ def test_a_session_is_what_it_was(kept_llm: AsyncLLM) -> None:
         (child,) = ok(found.client.post(f"/v1/sessions/{parent}/fork", json={"at": 5, "labels": {}}))["ids"]
         pinned = made(found.client, pin=True, cache_salt="x")
         before = [ok(found.client.get(f"/v1/sessions/{name}")) for name in (parent, child, pinned)]
-        keys = [held.session._session._state.key for held in found.context.sessions.of("")]
+        keys = [held.session._session._branch.key for held in found.context.sessions.of("")]
     with served(kept_llm) as found:
         after = [ok(found.client.get(f"/v1/sessions/{name}")) for name in (parent, child, pinned)]
         statements: list[str] = []
@@ -408,7 +408,7 @@ def test_a_session_is_what_it_was(kept_llm: AsyncLLM) -> None:
             assert 0 < other["ttl_left"] <= one["ttl_left"]
         listed = ok(found.client.get("/v1/sessions?label=task=42"))["data"]
         assert [one["id"] for one in listed] == [parent]
-        assert [held.session._session._state.key for held in found.context.sessions.of("")] == keys
+        assert [held.session._session._branch.key for held in found.context.sessions.of("")] == keys
         for name in (parent, child, pinned):
             ok(found.client.delete(f"/v1/sessions/{name}"))
     with served(kept_llm) as found:
@@ -438,7 +438,7 @@ def test_each_key_has_its_own(kept_llm: AsyncLLM, tmp_path: Path) -> None:
     keys: dict[str, Any] = {"api_key": ("first-key", "second-key")}
     with served(kept_llm, "first-key", **keys) as found:
         name = made(found.client, cache_salt="secret")
-        key = found.context.sessions.of(hashlib.sha256(b"first-key").hexdigest())[0].session._session._state.key
+        key = found.context.sessions.of(hashlib.sha256(b"first-key").hexdigest())[0].session._session._branch.key
     written = b"".join(path.read_bytes() for path in (tmp_path / "state").glob(f"{FILE}*"))
     assert name.encode() in written
     for text in (
@@ -459,7 +459,7 @@ def test_each_key_has_its_own(kept_llm: AsyncLLM, tmp_path: Path) -> None:
     with served(kept_llm, "first-key", **keys) as found:
         assert tokens_of(found.client, name)
         (held,) = found.context.sessions.of(hashlib.sha256(b"first-key").hexdigest())
-        assert held.session._session._state.key == key
+        assert held.session._session._branch.key == key
 
 
 def test_another_model(kept_llm: AsyncLLM, llm: AsyncLLM, tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ def test_one_that_fails_leaves_the_others(served: Served, monkeypatch: pytest.Mo
     client = served.client
     names = branches(client, 2)
     before = num_tokens(client, names)
-    held = served.context.sessions._held[names[1]].session._session._state
+    held = served.context.sessions._held[names[1]].session._session._branch
     drawing = served.llm.engine.sampling
     draw = drawing.draw
 

@@ -30,7 +30,7 @@ NEW = random_tokens(5, seed=4)
 
 
 def state_of(session: Session) -> tuple[Any, ...]:
-    state = session._state
+    state = session._branch
     return session.tokens, state.runs, state.computed, state.seq, state.origin, session.pinned, state.busy
 
 
@@ -182,13 +182,13 @@ def test_failed_and_cancelled_edits(make_llm: MakeLLM, llama: Checkpoint, monkey
         return run
 
     def others() -> None:
-        assert session._state.busy
-        assert session._state.droppable
+        assert session._branch.busy
+        assert session._branch.droppable
         with pytest.raises(FailedPrecondition, match="generating"):
             session.append([1])
         with pytest.raises(FailedPrecondition, match="generating"):
             session.edit((0, 1), [])
-        assert session._state.busy, "the first edit goes on"
+        assert session._branch.busy, "the first edit goes on"
 
     monkeypatch.setattr(engine.runner, "execute", at_second(fail))
     with pytest.raises(QuireError, match="the device is gone"):

@@ -202,7 +202,7 @@ def test_async(make: MakeAsync) -> None:  # noqa: F811
         with pytest.raises(InvalidArgument, match="prompt 1 is the same session as prompt 0"):
             await llm.generate([parent, parent], greedy(2))
         task = asyncio.create_task(llm.generate(together, greedy(200)))
-        while not any(one._session._state.busy for one in together):
+        while not any(one._session._branch.busy for one in together):
             await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

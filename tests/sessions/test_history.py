@@ -245,7 +245,7 @@ def test_another_dtype_stays_approximate(stored: MakeStored, make_llm: MakeLLM, 
     session = llm.session_from_bytes(data, convert_dtype=True)
     session.commit("rough")
     found = llm.checkout("rough")
-    assert not found._state.origin.exact
+    assert not found._branch.origin.exact
     assert torch.equal(found.logits(), session.logits())
 
 
@@ -411,7 +411,7 @@ def test_salts_stay(stored: MakeStored, llama: Checkpoint) -> None:
     llm.close()
     again = stored(llama)
     found = again.checkout("one")
-    assert found._state.key == ("", "x")
+    assert found._branch.key == ("", "x")
     assert again.generate(PROMPT, greedy(1))[0].num_cached_tokens == 0
     assert found.generate(greedy(1)).num_cached_tokens == 44
 
@@ -588,7 +588,7 @@ def test_young_commits_and_the_state_of_others_stay(
     session.rewind(to=24)
     session.append(random_tokens(9, seed=1))
     tier = engine_of(llm).stored
-    names, makers, fork = tier.described(session._state)
+    names, makers, fork = tier.described(session._branch)
     assert fork is not None
     store = tier.store
     assert store is not None

@@ -153,7 +153,7 @@ def test_windows_salts_and_pins(make_llm: MakeLLM, llama: Checkpoint, tmp_path: 
     assert found.window == (16, 2)
     assert found.generate(greedy(9)).outputs[0].token_ids == after
     found = again.resume("salted")
-    assert (found.pinned, found._state.key) == (True, salted._state.key)
+    assert (found.pinned, found._branch.key) == (True, salted._branch.key)
     again.resume("plain").generate(greedy(1))
     assert found.generate(greedy(1)).num_cached_tokens == 0
     assert again.generate(PROMPT, greedy(1), cache_salt="x")[0].num_cached_tokens > 0
@@ -226,7 +226,7 @@ def test_another_dtype_is_not_computed_again(make_llm: MakeLLM, llama: Checkpoin
     assert session.append([1]).name == "rough"
     assert len(list((tmp_path / "a/states").iterdir())) == 1
     llm.close()
-    assert not make_llm(llama, state_dir=tmp_path / "a").resume("rough")._state.origin.exact
+    assert not make_llm(llama, state_dir=tmp_path / "a").resume("rough")._branch.origin.exact
 
 
 def test_threads(make_llm: MakeLLM, llama: Checkpoint, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from tests.small_llms import Checkpoint, MakeLLM, check, engine_of
 from quire import LLM
 from quire.base.errors import DataLoss, InvalidArgument, QuireError, ResourceExhausted, Unsupported
 from quire.cli.inspection import describe
-from quire.sessions import saving as saved_sessions
+from quire.sessions import saving
 from quire.statefile.container import read_state
 from state_files import MISSING, NOT_A_NUMBER, VALUES, changed, fields, metadata_of, of_metadata
 
@@ -156,8 +156,8 @@ def test_headers_are_as_large_as_the_model_needs(python_llm: LLM, plain: bytes) 
     """
     for bomb, what in (
         ("[" + "[]," * 20_000 + "0]", "arrays and objects"),
-        ("[" + "1," * (saved_sessions.LONGEST + 100_000) + "0]", "values"),
-        ('"' + "x" * (saved_sessions.LONGEST * 12 + 10_000_000) + '"', "bytes"),
+        ("[" + "1," * (saving.LONGEST + 100_000) + "0]", "values"),
+        ('"' + "x" * (saving.LONGEST * 12 + 10_000_000) + '"', "bytes"),
     ):
         given = of_metadata(f'{{"kind":"session","tokens":{bomb}}}')
         with pytest.raises(DataLoss, match=f"at most \\d+ {what}"):
@@ -179,7 +179,7 @@ def test_sessions_too_long_for_a_file_are_not_saved(
     python_llm: LLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     longest = python_llm.engine.max_model_len
-    monkeypatch.setattr(saved_sessions, "LONGEST", 1)
+    monkeypatch.setattr(saving, "LONGEST", 1)
     tokens = [5] * (longest + 8)
     with python_llm.session(tokens[:16], window=16) as session:
         session.append(tokens[16:])

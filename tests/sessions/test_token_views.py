@@ -110,7 +110,7 @@ def test_one_token_runs_where_the_state_is_there_and_all_where_it_is_not(small: 
         here = session.token(12)
         assert here.num_run == 1
         assert [one.num_tokens for one in recorder.forwards] == [1]
-        engine_of(small).branches.drop(session._state)
+        engine_of(small).branches.drop(session._branch)
         small.generate([random_tokens(20)[:8]], greedy(1))  # which the session's own state would replace
         later.logits()  # the session used last
         before = snapshot(small)
@@ -169,7 +169,7 @@ def test_blended_state_is_not_computed_again(make_llm: MakeLLM, hybrid: Checkpoi
     llm = make_llm(hybrid, kv_cache_memory="8MiB")
     with llm.session(random_tokens(60)) as session:
         session.compute()
-        state = session._state
+        state = session._branch
         held = engine_of(llm).runner.state.nearest_reachable(state.seq, 44)
         assert session.token(45).num_run == 45 - held > 1
         state.origin = type(state.origin)(inexact_from=30)
@@ -350,7 +350,7 @@ def test_notes_stay_few(small: LLM) -> None:
     with small.session([1]) as session:
         for _ in range(MOST_GENERATIONS + 3):
             session.generate(greedy(1))
-        assert len(session._state.generations) == MOST_GENERATIONS
+        assert len(session._branch.generations) == MOST_GENERATIONS
         assert not session.token(1).generated
         assert session.token(len(session) - 1).generated
 
@@ -508,7 +508,7 @@ def test_what_is_not_in_the_pool_has_no_norms(small: LLM) -> None:
     with small.session(random_tokens(8)) as session:
         session.compute()
         assert session.norms(0).positions.tolist() == list(range(7))
-        engine_of(small).branches.drop(session._state)
+        engine_of(small).branches.drop(session._branch)
         view = session.norms(0)
         assert view.positions.size == 0
         assert view.norms["k"].shape == (0, 2)
@@ -576,7 +576,7 @@ def test_documents_are_json(small: LLM) -> None:
 def test_impossible_tokens_have_no_logprob_in_json(small: LLM) -> None:
     with small.session([1, 2]) as session:
         session.logits()
-        session._state.logits[5] = -math.inf
+        session._branch.logits[5] = -math.inf
         found = {one["id"]: one for one in session.token(2, top=VOCAB).document()["alternatives"]}
         assert found[5]["logprob"] is None
         assert found[5]["probability"] == 0

@@ -37,7 +37,7 @@ from quire.base.errors import InvalidArgument, NotFound, QuireError, ResourceExh
 from quire.base.types import Step
 from quire.build import make_state
 from quire.engine.drafts import context_of
-from quire.kv.plain_format import kv_format
+from quire.kv.formats import kv_format
 from quire.models.catalogue import bundled_models
 from quire.runner.local import LocalRunner
 from quire.runner.pool_budget import PoolSizes

@@ -7,9 +7,9 @@ import random
 import numpy as np
 import pytest
 
-from quire.speculation import lookup
-from quire.speculation.lookup import CLASSES, Chances, Lookup, length_class
 from quire.speculation.proposer import Context, Draft
+from quire.speculation.proposers import lookup
+from quire.speculation.proposers.lookup import CLASSES, Chances, Lookup, length_class
 from quire.speculation.suffix_automaton import SuffixAutomaton
 
 

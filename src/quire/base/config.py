@@ -19,14 +19,15 @@ from decimal import Decimal
 from typing import Any
 
 from quire.base.errors import InvalidArgument, Unsupported
+from quire.base.registry import modules_in
 from quire.base.signatures import require_bool
 from quire.base.speculation import METHODS, Speculation, read_speculation
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-KV_FORMATS = dict.fromkeys(DTYPES[1:], "quire.kv.plain_format:PlainFormat")
-"""Formats of K and V by name, which ``kv_dtype`` takes: the module and the class of each
-``KVFormat``. The name is a dtype, or the format's own. The class takes the dtype of the rows that
-are written and read: this dtype, or the model's."""
+_FORMATS = modules_in("quire.kv.formats")
+KV_FORMATS = dict.fromkeys(DTYPES[1:], _FORMATS.pop("plain")) | _FORMATS
+"""Formats of K and V by name, which ``kv_dtype`` takes: the module of each. The name is a dtype, or
+the format's own."""
 ATTENTION_CLASSES = {
     "torch": "quire.kernels.attention.sdpa:SdpaAttention",
     "native": "quire.kernels.attention.cpu_attention:NativeAttention",

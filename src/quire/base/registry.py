@@ -1,11 +1,14 @@
-"""Registries by name: models, attention backends, executors."""
+"""Registries by name: of objects that code registers, and of the modules in a package."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Generic, TypeVar
+from importlib import import_module
+from importlib.util import find_spec
+from pkgutil import iter_modules
+from typing import Any, Generic, TypeVar
 
-from quire.base.errors import AlreadyExists, InvalidArgument, NotFound
+from quire.base.errors import AlreadyExists, InvalidArgument, NotFound, QuireError
 
 T = TypeVar("T")
 
@@ -49,3 +52,20 @@ class Registry(Generic[T]):
 
     def __contains__(self, name: object) -> bool:
         return name in self._items
+
+
+def modules_in(package: str) -> dict[str, str]:
+    """Return the modules of a package by their names in it, ascending. Imports none of them."""
+    found = find_spec(package)
+    paths = None if found is None else found.submodule_search_locations
+    return {one.name: f"{package}.{one.name}" for one in iter_modules(paths)}
+
+
+def class_in(module: str, base: type) -> Any:
+    """Import a module and return the heir of ``base`` that it defines; ``QuireError`` unless it
+    defines one."""
+    defined = [one for one in vars(import_module(module)).values() if isinstance(one, type)]
+    found = [one for one in defined if base in one.__mro__[1:] and one.__module__ == module]
+    if len(found) != 1:
+        raise QuireError(f"{module} defines {len(found)} heirs of {base.__name__}; it needs one")
+    return found[0]

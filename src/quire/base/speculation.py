@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any
 
 from quire.base.errors import InvalidArgument
+from quire.base.registry import modules_in
 
-Method = Literal["auto", "lookup", "draft", "eagle", "mtp"]
-METHODS: tuple[str, ...] = get_args(Method)
+PROPOSERS = modules_in("quire.speculation.proposers")
+"""The methods that need no model, and the module of each."""
 MAX_DEPTH = 64
 """Most drafts of a request in one step."""
 WITH_MODEL = {"draft": "the draft model, as in draft:DIR", "eagle": "the EAGLE-3 head, as in eagle:DIR"}
 """The methods that have a model of their own, and what it is."""
+METHODS = ("auto", *PROPOSERS, *WITH_MODEL, "mtp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +27,7 @@ class Speculation:
     token that the request's own sampling draws there.
     """
 
-    method: Method = "auto"
+    method: str = "auto"
     """``lookup`` copies what followed the same tokens earlier, in this request or in outputs under
     the same salt; ``draft`` asks a smaller model of the same vocabulary; ``eagle`` asks a head that
     was trained for the model, and ``mtp`` the head in the model's own checkpoint; ``auto`` is
@@ -64,7 +66,7 @@ def read_speculation(name: str, given: Any) -> Speculation | None:
     if isinstance(given, str):
         method, _, model = given.partition(":")
         _check_method(name, given, method)
-        return Speculation(method=method, model=model or None)  # type: ignore[arg-type]
+        return Speculation(method=method, model=model or None)
     if isinstance(given, Mapping):
         unknown = sorted(set(map(str, given)) - {"method", "depth", "model"})
         if unknown:

@@ -1,9 +1,9 @@
 """Branches: a history of tokens of which the first ``computed`` are in the KV state.
 
 ``branch``: the value. ``extension``: how engine and executor extend branches, and what counts of
-it. ``pool``: their sequences, forked, cut and taken back; ``replay_needs``: what going back runs
+it. ``owner``: their sequences, forked, cut and taken back; ``replay_needs``: what going back runs
 again. ``session_branch``, ``session_branches``: branches that outlive a request.
 ``prefix_cache`` over ``prefix_tree``: beginnings that prompts share. ``tiers``, ``stored_state``
 over ``state_keys``, ``stored_match``, ``state_loads``, ``object_writer``: branches outside of the
-pool. ``saved_rows``: state files.
+state. ``saved_rows``: state files.
 """

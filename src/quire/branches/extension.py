@@ -4,7 +4,7 @@ Engine steps and executor calls extend branches alike. ``chunk`` makes a part of
 ``extend`` runs it, and ``keep`` decides: the first tokens count, or the path to a node of a tree,
 and the state of the others is taken back. So tokens of steps ahead, of executor calls and of trees
 are accepted or rejected here. The engine accepts drafts one by one as it draws tokens
-(``EngineSteps``), and rejects the others by ``BranchPool.rollback``.
+(``EngineSteps``), and rejects the others by ``BranchOwner.rollback``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from quire.base.types import BASE, AdapterRuns, Chunk, Commit, LogitsWanted, Seq
 from quire.branches.branch import Branch
 
 if TYPE_CHECKING:
-    from quire.branches.pool import BranchPool
+    from quire.branches.owner import BranchOwner
     from quire.runner.local import Runner, StepOutput
 
 NOTHING: Final[Ids] = np.empty(0, dtype=np.int64)
@@ -95,7 +95,7 @@ def extend(runner: Runner, step: Step, extensions: Sequence[Extension]) -> StepO
     return output
 
 
-def keep(pool: BranchPool, extensions: Sequence[Extension], counts: Sequence[int] | None = None) -> None:
+def keep(owner: BranchOwner, extensions: Sequence[Extension], counts: Sequence[int] | None = None) -> None:
     """Let the first ``counts[i]`` tokens of each extension count (None: all), or the path to node
     ``counts[i]`` of its tree, and take the others back. The branch's history has these tokens, or
     gets them.
@@ -109,9 +109,9 @@ def keep(pool: BranchPool, extensions: Sequence[Extension], counts: Sequence[int
             continue
         count = ran if counts is None else counts[index]
         if one.parents is not None:
-            pool.apply(Commit((branch.seq,), (count,)))
+            owner.apply(Commit((branch.seq,), (count,)))
             branch.computed = one.start + len(one.kept(count))
         elif count < ran:
-            branch.truncate_computed(pool.pop(branch.seq, one.end, one.start + count))
+            branch.truncate_computed(owner.pop(branch.seq, one.end, one.start + count))
         else:
             branch.computed = one.start + ran

@@ -91,7 +91,7 @@ def read_rows(
 ) -> list[SavedRow]:
     """Check a file against a runner's model and state; return its rows, or ``only`` this one.
 
-    Changes nothing. ``state_schema.check_metadata`` has accepted the file's metadata.
+    Changes nothing. ``statefile.schema.check_metadata`` has accepted the file's metadata.
     ``InvalidArgument``: another model, another number of rows than ``batch_size`` (None: any),
     another dtype without ``convert_dtype``, an adapter that is not loaded, tensors that no row has.
     ``Unsupported``: positions in a window. ``DataLoss``: metadata that contradict each other.

@@ -23,7 +23,7 @@ from quire.base.outputs import Miss
 from quire.base.types import AdapterRuns, DropCheckpoint, Edit, Fork, Overwrite, Pop, Remove, SeqId
 from quire.branches import spare_states
 from quire.branches.branch import COMPUTED, Branch
-from quire.branches.pool import BranchPool
+from quire.branches.owner import BranchOwner
 from quire.branches.prefix_cache import LOOKED_AT, RadixCache
 from quire.branches.session_branch import SessionBranch
 from quire.branches.tiers import Tier
@@ -41,7 +41,7 @@ def media_of(session: SessionBranch, tokens: NDArray[np.int64], media: Media) ->
     return known
 
 
-class SessionBranches(BranchPool):
+class SessionBranches(BranchOwner):
     """The branches of all sessions of one engine, beside the prefix cache of the same pool."""
 
     def __init__(self, runner: Runner, *, cache: RadixCache | None, tier: Tier, metrics: EngineMetrics) -> None:
@@ -70,7 +70,7 @@ class SessionBranches(BranchPool):
                 length = state.sequence_length(seq)
                 position = edit.pos if isinstance(edit, Fork) else length - edit.n
                 self.metrics.checkpoints_used.inc(0 < position < length)
-            BranchPool.apply(self, edit)
+            BranchOwner.apply(self, edit)
             if isinstance(edit, Fork):
                 self.metrics.forks.inc()
 
@@ -82,13 +82,13 @@ class SessionBranches(BranchPool):
             self.apply(Remove(seq))
 
     def pop(self, seq: SeqId, held: int, length: int) -> int:
-        kept = BranchPool.pop(self, seq, held, length)
+        kept = BranchOwner.pop(self, seq, held, length)
         if kept < held and self.cache is not None and seq in self.cache and self.cache.length(seq) > kept:
             self.cache.truncate(seq, kept)
         return kept
 
     def reach(self, branch: Branch, length: int, what: str = "session: ") -> int:
-        return BranchPool.reach(self, branch, length, what)
+        return BranchOwner.reach(self, branch, length, what)
 
     def share(self, branch: Branch, key: Hashable, *, live: bool, keep: bool = False) -> None:
         """Let prompts find what a branch has computed, up to the first token whose state is not

@@ -14,7 +14,7 @@ from quire.base.errors import DataLoss, InvalidArgument
 from quire.base.segments import DEFAULT_RATIO
 from quire.blend.calibration import BlendCalibration
 from quire.cli.tables import folding_table, print_tables
-from quire.contracts.state_files import StateFileView
+from quire.contracts.views import StateFileView
 from quire.kv.rule_table import Cell, Combination, rules_of, tables
 from quire.kv.rule_text import as_markdown, as_text
 from quire.statefile.container import read_state

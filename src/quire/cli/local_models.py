@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from quire.base.errors import CheckpointError
 from quire.models.catalogue import bundled_models, gguf_files
-from quire.weights.gguf_names import is_gguf, part_files
+from quire.weights.gguf_paths import is_gguf, part_files
 
 _FORMAT = re.compile(r"(?<![A-Za-z0-9])(?:UD-)?(?:I?Q\d\w*|MXFP4\w*|BF16|F16|F32)(?![A-Za-z0-9])", re.IGNORECASE)
 """Finds the format of weights in the name of a GGUF file."""

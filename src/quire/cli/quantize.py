@@ -30,7 +30,7 @@ from quire.nn.experts import ExpertLinear
 from quire.nn.linear import Linear
 from quire.nn.packed import LAYERS, KernelLinear, parts_of
 from quire.weights.checkpoint import Checkpoint
-from quire.weights.gguf_names import is_gguf
+from quire.weights.gguf_paths import is_gguf
 from quire.weights.panels import codes_of
 from quire.weights.places import Place, expand
 from quire.weights.safetensors_files import INDEX_FILE, SINGLE_FILE

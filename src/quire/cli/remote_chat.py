@@ -301,7 +301,7 @@ class RemoteSession:
 
 
 def _commit_of(answer: Mapping[str, Any]) -> SimpleNamespace:
-    """Return the fields of a commit that ``terminal_chat.commit_line`` prints."""
+    """Return the fields of a commit that ``chat.commit_line`` prints."""
     return SimpleNamespace(
         id=answer["id"], time=answer["created"], num_tokens=answer["num_tokens"], message=answer["message"]
     )

@@ -100,7 +100,7 @@ class RowLogits(NamedTuple):
 
     logits_TV: Tensor
     """float32, fresh"""
-    first: list[int]
+    maxima: list[int]
     """Position of each row's first maximum; -1 (``logit_edits.FAILED``) if it is not finite."""
 
 

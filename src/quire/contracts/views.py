@@ -434,3 +434,15 @@ class OverviewView:
             "keys": self.keys,
             "versions": dict(self.versions),
         }
+
+
+@dataclass(frozen=True, slots=True)
+class StateFileView(Pictured):
+    """A state file's content, with verified checksums."""
+
+    facts: Mapping[str, Any]
+    """As printed by ``quire inspect --json``."""
+
+    def document(self) -> dict[str, Any]:
+        """Return ``facts`` in JSON types."""
+        return dict(self.facts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 ENGINE_REFUSALS: dict[str, str] = {
-    "LLM(quantization='awq')": "of checkpoints whose weights are quantised only MXFP4 is read; int8, int4 and fp8 are made at load",
+    "LLM(quantization='awq')": "int8, int4 and fp8 are made at load; a checkpoint in AWQ is read as its config.json says, without the option",
     "LLM(pipeline_parallel_size=2)": "each rank runs all layers in this release; tensor_parallel_size divides the heads",
     "LLM(trust_remote_code=True)": "code of checkpoints is never run",
 }

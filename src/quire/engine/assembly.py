@@ -36,8 +36,8 @@ from quire.engine.steps import EngineSteps
 from quire.engine.timeline import Timeline
 from quire.grammars.grammars import Grammars
 from quire.runner.local import Runner
-from quire.speculation.lookup import Lookup
 from quire.speculation.proposer import Proposer
+from quire.speculation.proposers import proposer_of
 from quire.text.tokenizer import Tokenizer
 
 
@@ -91,12 +91,17 @@ def make_engine(
     drafts = None
     if speculation is not None:
         drafts = Drafts(
-            state, proposer or Lookup(), speculation, vocab_size=vocab_size, metrics=metrics, tokenizer=tokenizer
+            state,
+            proposer or proposer_of(speculation.method),
+            speculation,
+            vocab_size=vocab_size,
+            metrics=metrics,
+            tokenizer=tokenizer,
         )
     scheduler = Scheduler(
         state,
         queues=queues,
-        pool=branches,
+        branches=branches,
         cache=cache,
         tier=stored,
         checkpoints=checkpoints,

@@ -56,7 +56,7 @@ def exact_key(key: Hashable) -> AdapterKey:
 
 
 @dataclass(eq=False, slots=True)
-class Window:
+class ExactWindow:
     """A forward of one exact request."""
 
     request: Request
@@ -156,7 +156,7 @@ class ExactWindows:
         return found
 
     @contextmanager
-    def window(self, request: Request) -> Iterator[Window]:
+    def window(self, request: Request) -> Iterator[ExactWindow]:
         """Make the window of a request. At the end its fork becomes the request's sequence, if all
         its rows are right, and is removed otherwise. ``PoolExhausted`` without room."""
         branch, guess = request.branch, request.seat.guess
@@ -176,7 +176,7 @@ class ExactWindows:
                     "close or unpin sessions, or give a larger kv_cache_memory"
                 )
             tokens = np.array(filled[: end - start], dtype=np.int64)
-            window = Window(request, start, tokens, Extension(fork, start, branch.runs), len(branch.tokens) <= end)
+            window = ExactWindow(request, start, tokens, Extension(fork, start, branch.runs), len(branch.tokens) <= end)
             yield window
             if not request.finished and window.is_right:
                 self._replace(request, fork, end)

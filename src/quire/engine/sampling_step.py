@@ -97,12 +97,12 @@ class SamplingStep:
         self,
         logits_RV: Tensor,
         ready: list[Request],
-        first: Sequence[int] | None = None,
+        maxima: Sequence[int] | None = None,
         *,
         unread_R: Tensor | None = None,
     ) -> Drawing:
         """Draw one token for each row of ``logits_RV [R, V]``, that of ``ready[row]``. Where the
-        tokens need no value of the host, nothing waits for them. ``first``: as for ``sample``.
+        tokens need no value of the host, nothing waits for them. ``maxima``: as for ``sample``.
         ``unread_R``: as for ``sample_later``."""
         unread = 0 if unread_R is None else 1
         samplers = [request.output.sampler for request in ready if request.output.sampler is not None]
@@ -114,7 +114,7 @@ class SamplingStep:
             return Drawing(ready, sample_later(logits_RV, samplers, banned, self.kernel, self.seen, unread_R))
         self.under_way = True
         try:
-            return Drawing(ready, sample(logits_RV, samplers, banned, allowed, self.kernel, first), allowed)
+            return Drawing(ready, sample(logits_RV, samplers, banned, allowed, self.kernel, maxima), allowed)
         finally:
             self.under_way = False
 

@@ -44,7 +44,7 @@ from quire.engine.request_queues import RequestQueues
 from quire.engine.step_builder import Failure, Limits, ScheduledStep, StepBuilder, scheduled
 
 if TYPE_CHECKING:
-    from quire.branches.pool import BranchPool
+    from quire.branches.owner import BranchOwner
     from quire.branches.tiers import Tier
     from quire.contracts.kv_state import ModelState
     from quire.engine.drafts import Drafts
@@ -73,7 +73,7 @@ class Scheduler:
         state: ModelState,
         *,
         queues: RequestQueues,
-        pool: BranchPool,
+        branches: BranchOwner,
         cache: RadixCache | None,
         tier: Tier | None = None,
         checkpoints: Checkpoints | None = None,
@@ -83,7 +83,7 @@ class Scheduler:
         self._state = state
         self.queues = queues
         self.waiting, self.running = queues.waiting, queues.running
-        self._pool = pool
+        self._branches = branches
         self._cache = cache
         self._tier = tier
         self._checkpoints = checkpoints
@@ -151,7 +151,7 @@ class Scheduler:
             one.branch.seq is not None and one.branch.remaining == 1 and not one.seat.num_preemptions
             for one in self.waiting
         )
-        batch = StepBuilder(self.limits.max_num_batched_tokens, pool=self._pool)
+        batch = StepBuilder(self.limits.max_num_batched_tokens, branches=self._branches)
         if coming:  # One token is left to a prompt: decodes may wait for its pages.
             batch.kept = min(coming, max(0, self.limits.max_num_seqs - self.queues.seated), batch.budget - 1)
         failed: list[Failure] = []
@@ -210,7 +210,7 @@ class Scheduler:
         while batch.requests and (missing := self._state.missing_pages(batch.seqs, batch.counts)):
             if (
                 self._relieve(batch.seqs, batch.counts)
-                or self._pool.make_room()
+                or self._branches.make_room()
                 or self._reclaim_waiting(displaced=True)
             ):
                 continue
@@ -272,7 +272,7 @@ class Scheduler:
         if branch.seq is not None:
             if self._cache is not None and branch.seq in self._cache:
                 self._cache.remove(branch.seq)
-            self._pool.apply(Remove(branch.seq))
+            self._branches.apply(Remove(branch.seq))
         branch.seq = None
         branch.truncate_computed(0)
 
@@ -402,7 +402,11 @@ class Scheduler:
         counts = [*(remaining + headroom for _, remaining in others), branch.remaining]
         most = min(self.limits.max_num_batched_tokens, self._most(request))
         while missing := self._state.shortage_in_steps(seqs, counts, most):
-            if self._relieve(seqs, counts) or self._pool.make_room() or self._reclaim_waiting(request, displaced=True):
+            if (
+                self._relieve(seqs, counts)
+                or self._branches.make_room()
+                or self._reclaim_waiting(request, displaced=True)
+            ):
                 continue
             if not self.running and self._reclaim_waiting(request):
                 continue
@@ -413,7 +417,7 @@ class Scheduler:
         """Make room for more tokens of a sequence of a running request, which stays; return the
         pages that are missing nevertheless."""
         while missing := self._state.missing_pages([seq], [count]):
-            if self._relieve([seq], [count]) or self._pool.make_room() or self._reclaim_waiting(request):
+            if self._relieve([seq], [count]) or self._branches.make_room() or self._reclaim_waiting(request):
                 continue
             others = [one for one in self.running if one is not request and not one.branch.pinned]
             if not others:
@@ -444,13 +448,13 @@ class Scheduler:
             found = self._cache.match(ids, branch.key)
             reuse.known = max(reuse.known, self._cache.held(ids, branch.key))
         if found is None or not found[1]:
-            branch.seq, branch.computed = self._pool.add_seq(branch.window), 0
+            branch.seq, branch.computed = self._branches.add_seq(branch.window), 0
         else:
             parent, length = found
             while request.asked.exact and (beyond := length % request.asked.window):
                 # An exact request continues where a window ends.
                 length = self._state.nearest_reachable(parent, length - beyond)
-            branch.seq, branch.computed = self._pool.fork_of(parent, length), length
+            branch.seq, branch.computed = self._branches.fork_of(parent, length), length
         if self._checkpoints is not None and branch.computed < reuse.known:
             # Here this prompt parts from another: the next one with this beginning will find a
             # state.
@@ -512,7 +516,7 @@ class Scheduler:
             # What it had found may have been evicted in the search for room; it stays findable.
             found = branch.tokens.ids[: branch.computed]
             for redundant in self._cache.insert(branch.seq, found, branch.key):
-                self._pool.apply(Remove(redundant))
+                self._branches.apply(Remove(redundant))
             branch.seq, branch.computed = None, 0
         else:
             self._release(request)

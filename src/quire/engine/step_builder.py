@@ -14,7 +14,7 @@ from quire.branches.extension import Extension
 from quire.engine.request import Request
 
 if TYPE_CHECKING:
-    from quire.branches.pool import BranchPool
+    from quire.branches.owner import BranchOwner
 
 ALL_LOGITS_CHUNK = 256
 """Tokens of a step whose logits are all wanted: float32 rows of the whole vocabulary."""
@@ -60,7 +60,7 @@ class StepBuilder:
     counts: list[int] = field(default_factory=list)
     adapters: set[int] = field(default_factory=set)
     """Those that it uses."""
-    pool: BranchPool | None = None
+    branches: BranchOwner | None = None
     """Limits the adapters of one forward; None: there is no limit."""
     held_back: bool = False
     """Whether a request waits for room for its adapter."""
@@ -97,8 +97,8 @@ class StepBuilder:
 
     def has_adapter(self, request: Request) -> bool:
         """Return whether the adapter of its next token fits beside the adapters of the step."""
-        adapter, others, pool = request.branch.next_adapter, self.adapters, self.pool
-        if adapter is None or pool is None or not others or adapter in others or pool.fits({*others, adapter}):
+        adapter, others, branches = request.branch.next_adapter, self.adapters, self.branches
+        if adapter is None or branches is None or not others or adapter in others or branches.fits({*others, adapter}):
             return True
         self.held_back = True
         return False

@@ -39,7 +39,7 @@ from quire.engine.blend_runs import BlendRuns
 from quire.engine.blending import Blending
 from quire.engine.decodes_ahead import DecodesAhead
 from quire.engine.drafts import Drafts
-from quire.engine.exact import ExactWindows, Window
+from quire.engine.exact import ExactWindow, ExactWindows
 from quire.engine.in_flight import DraftRows, InFlightStep, InFlightSteps
 from quire.engine.pins import PrefixPins
 from quire.engine.prompts import embeddings_of
@@ -113,7 +113,7 @@ class EngineSteps:
                     for request, error in scheduled.failed:
                         changed.append(self.requests.fail(request, error))
                     if scheduled.step.chunks:
-                        flight = self._launched(scheduled, mark, changed)
+                        flight = self._launch(scheduled, mark, changed)
                 if flight is not None:
                     self.in_flight.reading = flight
                     self._run_ahead(flight)
@@ -150,7 +150,7 @@ class EngineSteps:
 
     # -- a step, to the draw of its tokens ---------------------------------------------------------
 
-    def _launched(self, scheduled: ScheduledStep, mark: StepMark, changed: list[Request]) -> InFlightStep | None:
+    def _launch(self, scheduled: ScheduledStep, mark: StepMark, changed: list[Request]) -> InFlightStep | None:
         """Run a step up to its draws. None: the step failed, and its requests have ended; or stored
         state did not arrive."""
         launched = time.monotonic()
@@ -166,11 +166,11 @@ class EngineSteps:
                 # What of the drafts counts is known when tokens are drawn.
                 ran = tuple(one for one, draft in zip(ran, scheduled.drafts, strict=True) if not draft)
                 for one, draft in zip(scheduled.extensions, scheduled.drafts, strict=True):
-                    one.branch.computed += bool(draft)
+                    one.branch.computed += bool(draft)  # the token before the drafts
             keep(self.branches, ran)
             for request in scheduled.requests:
                 self._note_run(request)
-            return self._drawn(scheduled, output, mark, launched)
+            return self._draw(scheduled, output, mark, launched)
         except Exception as error:
             logger.exception("a step of %d tokens failed; its requests end", scheduled.step.num_tokens)
             changed += self._failed(scheduled, error)
@@ -238,7 +238,7 @@ class EngineSteps:
         if asked.capture is not None and branch.seq is not None:
             asked.capture.ran(branch.seq, branch.computed)
 
-    def _drawn(self, scheduled: ScheduledStep, output: StepOutput, mark: StepMark, launched: float) -> InFlightStep:
+    def _draw(self, scheduled: ScheduledStep, output: StepOutput, mark: StepMark, launched: float) -> InFlightStep:
         """Hand out logits, fork the samples of finished prompts, and draw."""
         rows: list[int] = []
         ready: list[Request] = []
@@ -278,17 +278,17 @@ class EngineSteps:
             start, stop = output.starts[index], output.starts[index + 1]
             if draft := scheduled.draft(index):
                 rows.append(start)
-                first = None if output.known_maxima is None else output.known_maxima[start + 1 : stop]
-                drafted[request] = DraftRows(draft, output.logits_RV[start + 1 : stop], first)
+                known = None if output.known_maxima is None else output.known_maxima[start + 1 : stop]
+                drafted[request] = DraftRows(draft, output.logits_RV[start + 1 : stop], known)
             else:
                 rows += [stop - 1] * len(samples)
         if not ready:
             return InFlightStep(scheduled, Drawing([], NOTHING_DRAWN), mark, launched, changed)
-        logits_RV, first = output.logits_RV, output.known_maxima
+        logits_RV, maxima = output.logits_RV, output.known_maxima
         if rows != list(range(logits_RV.shape[0])):
             logits_RV = take_rows(logits_RV, rows)
-            first = None if first is None else [first[row] for row in rows]
-        drawing = self.sampling.draw(logits_RV, ready, first)
+            maxima = None if maxima is None else [maxima[row] for row in rows]
+        drawing = self.sampling.draw(logits_RV, ready, maxima)
         return InFlightStep(scheduled, drawing, mark, launched, changed, drafted)
 
     def _share_prompt(self, request: Request) -> None:
@@ -332,7 +332,7 @@ class EngineSteps:
             self._note_run(request)
         return [request]
 
-    def _draw_window(self, window: Window, rows_RV: Tensor) -> None:
+    def _draw_window(self, window: ExactWindow, rows_RV: Tensor) -> None:
         """Draw tokens from the rows of a window, up to the first that is not the guessed one."""
         request, row = window.request, window.first_row
         if not request.output.token_ids:
@@ -390,7 +390,7 @@ class EngineSteps:
         try:
             self.sampling.take(drawing)
             if flight.drafted:
-                self._take_drafts(flight)
+                self._verify_drafts(flight)
         except Exception as error:
             logger.exception("the tokens of a step of %d tokens did not come", scheduled.step.num_tokens)
             return flight.changed + self._failed(scheduled, error)
@@ -411,7 +411,7 @@ class EngineSteps:
             self._count_ahead(self.in_flight.last, {drawing.ready[row] for row in drawing.redrawn})
         return flight.changed + drawing.ready
 
-    def _take_drafts(self, flight: InFlightStep) -> None:
+    def _verify_drafts(self, flight: InFlightStep) -> None:
         """Draw behind the drafts that are the tokens drawn, one after the other; take back the
         others. The first tokens are taken in."""
         assert self.drafts is not None

@@ -12,7 +12,7 @@ from quire.base.interrupts import Lock
 from quire.base.types import AdapterRuns, SeqId
 from quire.branches import spare_states
 from quire.branches.model_facts import ModelFacts
-from quire.branches.pool import BranchPool
+from quire.branches.owner import BranchOwner
 from quire.branches.spare_states import SpareStateOwner
 from quire.executor.row import Row
 from quire.executor.running_calls import Operations
@@ -36,7 +36,7 @@ class PooledCache(SpareStateOwner, Protocol):
         ...
 
 
-class CachePool(BranchPool):
+class CachePool(BranchOwner):
     """The services of an executor for its KV caches.
 
     ``lock`` serialises all use of the runner; all users of the runner must share it. Until
@@ -108,7 +108,7 @@ class CachePool(BranchPool):
                 )
 
     def make_room(self) -> bool:
-        """See ``BranchPool``. A running call may still need states of this pool's own."""
+        """See ``BranchOwner``. A running call may still need states of this owner's own."""
         return self.runner.room.make(self)
 
     def has_room(self, rows: int, tokens: int) -> bool:

@@ -70,8 +70,8 @@ from quire.kv.sequences import check_integer
 from quire.models.families import LoadedModel
 from quire.models.fingerprint import ModelIdentity
 from quire.runner.local import Runner
-from quire.speculation.lookup import Lookup
 from quire.speculation.proposer import Draft
+from quire.speculation.proposers import proposer_of
 
 
 @checks_arguments()
@@ -122,7 +122,7 @@ class Executor:
                 f"drafting is for executor_type 'Speculative', and this is {self.executor_type.value!r}"
             )
         if drafting is None and self.executor_type is ExecutorType.SPECULATIVE:
-            drafting = Drafting(Lookup(), Speculation().depth, runner.model.vocab_size)
+            drafting = Drafting(proposer_of("auto"), Speculation().depth, runner.model.vocab_size)
         self.drafting = drafting
         self.prefill_chunk_size = prefill_chunk_size
         self.modalities = check_modalities(modalities)

@@ -1,7 +1,7 @@
 """Requested formats to grammars in llguidance's words: text in, text out.
 
 It imports only llguidance, and only where it is used, so that the child process of
-``grammar_trial`` starts at once.
+``trial`` starts at once.
 """
 
 from __future__ import annotations

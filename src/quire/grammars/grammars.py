@@ -10,7 +10,7 @@ sees exactly the text that a user gets. Two things are our own:
   tokenizer would take. Here every token that keeps the text in the language is allowed.
 
 Large grammars (long ones, and those that may cost more than they show) are tried in a child process
-before they are compiled here (``grammar_trial``). A request waits for no other's grammar, only for
+before they are compiled here (``trial``). A request waits for no other's grammar, only for
 its turn among large ones, and few may wait for that. A matcher follows the emitted tokens of one
 generation, independently of KV state. Masks of slow ones are made beside the engine
 (``slow_masks``).

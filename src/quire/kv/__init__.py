@@ -4,5 +4,6 @@ In the order of reading: ``state`` (the verbs; ``contract`` is its face for call
 ``part`` and the three parts ``paged``, ``encoders``, ``recurrent`` (together ``parts``);
 bookkeeping without torch: ``sequences``, ``sequence_table``, ``pages``, ``windows``, ``trees``,
 ``recurrent_table``; an open forward: ``state_pass``, ``plans``; bytes: ``exchange``,
-``import_verbs``, ``sequencefile``; a layer as named tensors: ``layer_memory``.
+``import_verbs``, ``sequencefile``; how rows lie: ``formats``; a layer as named tensors:
+``layer_memory``.
 """

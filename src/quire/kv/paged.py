@@ -16,7 +16,7 @@ from quire.contracts.attention import AttentionBackend, Scoring
 from quire.contracts.kv_format import KVFormat
 from quire.contracts.layers import LatentAttention, RopeSpec
 from quire.contracts.rows import RowKernels
-from quire.kv.attention_parts import LayerParts, layer_parts
+from quire.kv.block_calls import LayerParts, layer_parts
 from quire.kv.forward_need import ForwardNeed, pages_for
 from quire.kv.layer_classes import Layer, LayerClass
 from quire.kv.pages import PagePool

@@ -83,8 +83,8 @@ def check(
 ) -> dict[str, Any]:
     """Check that this sequence of the file can be loaded; return its metadata, in our dtype.
 
-    ``metadata`` are as ``state_schema`` declares them. ``InvalidArgument`` with expected and found;
-    ``DataLoss`` if tensors and metadata contradict each other.
+    ``metadata`` is as ``statefile.schema`` declares it. ``InvalidArgument`` with expected and
+    found; ``DataLoss`` if tensors and metadata contradict each other.
     """
     layers = metadata["layers"]
     mine = exchange.dtype_name(state.dtype)

@@ -42,12 +42,12 @@ from quire.kv import exchange, import_verbs, state_room, stored_rows
 from quire.kv.divided_rows import DividedRows
 from quire.kv.encoders import EncoderPart
 from quire.kv.exports import SequenceExport
+from quire.kv.formats.plain import PlainFormat
 from quire.kv.forward_need import ForwardNeed
 from quire.kv.layer_classes import ids_of, reading, supported
 from quire.kv.paged import PagedPart
 from quire.kv.part import Part
 from quire.kv.parts import StateParts
-from quire.kv.plain_format import PlainFormat
 from quire.kv.recurrent import RecurrentPart
 from quire.kv.rules import RECURRENT_REFUSAL
 from quire.kv.sequences import check_integer

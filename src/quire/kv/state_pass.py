@@ -27,7 +27,7 @@ from quire.contracts.model import LatentExpansion
 from quire.contracts.recurrence import RecurrentParts
 from quire.contracts.rows import HeadNormWeights, Rotation
 from quire.kv import latent, plans
-from quire.kv.attention_parts import ForwardPart, LayerPart, LayerParts
+from quire.kv.block_calls import ForwardPart, LayerPart, LayerParts
 from quire.kv.chosen_rows import ChosenRows, narrow_refusal
 from quire.kv.encoders import EncoderPass
 from quire.kv.forward_need import ForwardNeed

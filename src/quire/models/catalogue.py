@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.base.errors import InvalidArgument, NotFound
-from quire.weights.gguf_names import is_gguf, part_files
+from quire.weights.gguf_paths import is_gguf, part_files
 
 ALLOWED_FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer*")
 """Files downloaded from a repository: weights, index, configurations, tokenizer, chat templates."""

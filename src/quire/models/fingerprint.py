@@ -25,7 +25,7 @@ from quire.models.quantized import read_quantized
 from quire.models.rope_config import LengthRule, length_rule
 from quire.models.sources import read_config, weight_files
 from quire.weights.floats import DTYPES
-from quire.weights.gguf_names import is_gguf
+from quire.weights.gguf_paths import is_gguf
 
 logger = logging.getLogger(__name__)
 

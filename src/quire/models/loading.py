@@ -33,7 +33,7 @@ from quire.models.sources import open_weights, read_config
 from quire.weights.block_panels import KINDS
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.gguf_blocks import SIZES
-from quire.weights.gguf_names import is_gguf
+from quire.weights.gguf_paths import is_gguf
 from quire.weights.integer_codes import IntegerCodes
 from quire.weights.lazy_parameters import LazyParameters
 from quire.weights.packed import FORMS

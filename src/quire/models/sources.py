@@ -12,7 +12,7 @@ from quire.models.config_fields import read_config_file
 from quire.models.gguf import open_gguf_weights, read_gguf_config, read_gguf_generation
 from quire.models.quantized import Quantized
 from quire.models.text_parts import says_tied, text_architecture
-from quire.weights.gguf_names import is_gguf, part_files
+from quire.weights.gguf_paths import is_gguf, part_files
 from quire.weights.safetensors_files import SafetensorsFiles, stored_names
 from quire.weights.safetensors_files import weight_files as safetensors_files
 

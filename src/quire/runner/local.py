@@ -72,13 +72,13 @@ class StepOutput:
     """Whether the step ran as captured work (``GraphRunner``)."""
     left_out: tuple[NDArray[np.bool_] | None, ...] = ()
     """Of a blended step, per chunk bool ``[n]``: rows that did not run; None: not blended."""
-    first: Sequence[int] | None = None
+    maxima: Sequence[int] | None = None
     """``sampling.logit_edits.first_maxima`` of the logits as returned; None: not computed."""
 
     @property
     def known_maxima(self) -> Sequence[int] | None:
-        """``first``; None if the logits were written to since."""
-        return None if self.first is None or self.logits_RV._version else self.first
+        """``maxima``; None if the logits were written to since."""
+        return None if self.maxima is None or self.logits_RV._version else self.maxima
 
     def rows(self, chunk: int) -> Tensor:
         """Return ``[rows, V]`` of one chunk: 1 row for "last", n for "all", 0 for "none"."""
@@ -235,7 +235,7 @@ class LocalRunner:
         self.adapters.deactivate()
         stack = self.model.stack
         found = None if stack is None else stack.run_model(self.model, tokens, self.state.open_pass())
-        return None if found is None else StepOutput(found.logits_TV, starts, first=found.first)
+        return None if found is None else StepOutput(found.logits_TV, starts, maxima=found.maxima)
 
     def _forward(
         self,

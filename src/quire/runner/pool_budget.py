@@ -13,8 +13,8 @@ from quire.base.errors import InvalidArgument, ResourceExhausted
 from quire.base.host_memory import free_memory, size_words
 from quire.contracts.kv_format import KVFormat
 from quire.contracts.layers import FullAttention, LatentAttention, LayerSpec, Recurrent, WindowedAttention
+from quire.kv.formats import kv_format
 from quire.kv.forward_need import pages_for
-from quire.kv.plain_format import kv_format
 from quire.kv.recurrent import bytes_per_state
 from quire.kv.storage import bytes_per_token
 from quire.models.loading import Outline

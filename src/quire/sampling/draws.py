@@ -40,7 +40,7 @@ class Draws:
         unread_R: Tensor | None = None,
     ) -> None:
         """Queue the draws. The logits must stay unchanged until ``read``. The arguments are those
-        of ``sampling.sample_later``, which has checked them."""
+        of ``sampler.sample_later``, which has checked them."""
         self._seen, self._unread_R = seen, unread_R
         self._logits_RV, self._samplers, self._banned = logits_RV, samplers, banned
         self.redrawn: tuple[int, ...] = ()

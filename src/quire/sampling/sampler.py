@@ -54,7 +54,7 @@ def sample(
     banned: Sequence[Sequence[int]] | None = None,
     allowed: Allowed | Mapping[int, Words] | None = None,
     kernel: DrawKernel | None = None,
-    first: Sequence[int] | None = None,
+    maxima: Sequence[int] | None = None,
 ) -> SampledTokens:
     """Draw the next token of each row.
 
@@ -63,7 +63,7 @@ def sample(
     nothing is banned. ``allowed``: by row the mask of a grammar, uint32 ``[num_words(V)]``, or a
     maker of masks; other rows have none. A greedy row with an allowed token makes no mask.
     ``kernel`` draws for rows that need no order, where all rows are drawn from at once; None:
-    PyTorch's operations do. ``first``: ``first_maxima`` of the logits, if they are known.
+    PyTorch's operations do. ``maxima``: ``first_maxima`` of the logits, if they are known.
 
     A row gives ``FAILED`` and an entry in ``failures``, and draws nothing, if its logits hold NaN
     or +inf or are all -inf, if every token is banned, or if its processor fails. Other rows are not
@@ -73,7 +73,7 @@ def sample(
     ids = _check_batch(logits_RV, samplers, banned, grammars)
     if not grammars.rows and not logits_RV.is_cpu and all(map(can_wait, samplers)):
         return Draws(logits_RV, samplers, ids, kernel).read()
-    token_ids = first_maxima(logits_RV) if first is None else list(first)
+    token_ids = first_maxima(logits_RV) if maxima is None else list(maxima)
     failures = {row: not_finite(row) for row, token in enumerate(token_ids) if token == FAILED}
     if banned is not None or grammars.rows or not all(sampler.takes_maximum for sampler in samplers):
         _draw(logits_RV, samplers, ids, grammars, token_ids, failures)

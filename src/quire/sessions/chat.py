@@ -79,13 +79,13 @@ def prefetch_next_turn(live: LiveSequence, most: int | None) -> RequestOutput | 
     """Run the history as the next turn's template writes it; None: there is nothing to run."""
     verb = "prefetch_next_turn"
     with live.engine.lock:
-        state = live.require_open(verb)
-        tokenizer, ids = live.require_tokenizer(verb), state.tokens.ids.copy()
-        turns, longest = live.turns.up_to(ids.size), live.engine.checks_of(state).text_limit
-        plain = state.runs == BASE.then(0, state.adapter) and not (ids < 0).any()
-        if not (plain and turns.end_with_answer(ids.size)) or state.modified or state.window is not None:
+        branch = live.require_open(verb)
+        tokenizer, ids = live.require_tokenizer(verb), branch.tokens.ids.copy()
+        turns, longest = live.turns.up_to(ids.size), live.engine.checks_of(branch).text_limit
+        plain = branch.runs == BASE.then(0, branch.adapter) and not (ids < 0).any()
+        if not (plain and turns.end_with_answer(ids.size)) or branch.modified or branch.window is not None:
             return None
-        inputs, key, adapter = turns.inputs, state.key, state.adapter
+        inputs, key, adapter = turns.inputs, branch.key, branch.adapter
         asked = turns.ask([], ids.tolist(), tokenizer, None, inputs)
     template = select_template(tokenizer.chat_templates, with_tools=inputs.tools is not None)
     messages, variables = asked.all_messages, {**tokenizer.special_tokens, **inputs.variables}

@@ -20,7 +20,7 @@ from quire.base.signatures import require_bool
 from quire.base.types import Remove, SeqId, Step
 from quire.contracts.store import KEY_BYTES, ObjectKey, ObjectKind
 from quire.engine.engine import Engine
-from quire.sessions import saving as saved_sessions
+from quire.sessions import saving
 from quire.sessions.live_sequence import LiveSequence
 from quire.store.commits import (
     TOKENS_IN_PIECE,
@@ -124,8 +124,8 @@ def commit(live: LiveSequence, name: str, message: str | None, *, force: bool, o
 def draft(live: LiveSequence, message: str) -> CommitDraft:
     """Describe an idle session of which at most the last token is not computed. The caller has the
     engine's lock, and calls ``release`` later."""
-    engine, state = live.engine, live.require_idle("commit")
-    saved_sessions.require_computed(state)
+    engine, branch = live.engine, live.require_idle("commit")
+    saving.require_computed(branch)
     try:
         chat: Any = json.loads(live.turns.written() or "null")
     except (TypeError, ValueError) as error:
@@ -133,29 +133,29 @@ def draft(live: LiveSequence, message: str) -> CommitDraft:
             f"a message of the session's chat is no JSON ({error}); a commit holds only such"
         ) from None
     stored = engine.stored
-    modified = saved_sessions.needs_state(state) or bool(stored.keys.layout.refusal)
+    modified = saving.needs_state(branch) or bool(stored.keys.layout.refusal)
     objects: Mapping[ObjectKey, Callable[[], bytes]]
     if modified:
-        blob = saved_sessions.to_bytes(engine, state, live.identity)
-        key = _file_key(blob, len(state.tokens))
+        blob = saving.to_bytes(engine, branch, live.identity)
+        key = _file_key(blob, len(branch.tokens))
         names, objects, fork = StateNames(file=(key.name, len(blob))), {key: lambda: blob}, None
     else:
-        names, objects, fork = stored.described(state)
-    tokens = split(state.tokens.ids.tolist(), TOKENS_IN_PIECE)
+        names, objects, fork = stored.described(branch)
+    tokens = split(branch.tokens.ids.tolist(), TOKENS_IN_PIECE)
     spoken = split([] if chat is None else chat.pop("turns"), TURNS_IN_PIECE)
-    key_of_session: Any = state.key
+    key_of_session: Any = branch.key
     commit = SessionCommit(
         parent=live.last_commit,
         time=time.time(),
         message=message,
         session=live.name,
         labels=dict(live.labels),
-        num_tokens=len(state.tokens),
+        num_tokens=len(branch.tokens),
         model=live.identity.fields(),
         layout_hash=engine.runner.state.get_layout_hash(),
-        adapters=[(start, name) for start, name in written(state.runs, engine.branches.fingerprint_of)],
+        adapters=[(start, name) for start, name in written(branch.runs, engine.branches.fingerprint_of)],
         key=written_key(key_of_session),
-        window=None if state.window is None else (state.window.size, state.window.sink),
+        window=None if branch.window is None else (branch.window.size, branch.window.sink),
         modified=modified,
         tokens=tuple(tokens),
         turns=tuple(spoken),

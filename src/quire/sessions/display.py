@@ -25,13 +25,13 @@ def session_repr(live: LiveSequence) -> str:
     It never raises and never waits: what cannot be had now (pages while a step runs, text without a
     tokenizer) is left out.
     """
-    engine, state, name = live.engine, live.branch, live.name
-    parts = [f"{len(state.tokens)} tokens"]
+    engine, branch, name = live.engine, live.branch, live.name
+    parts = [f"{len(branch.tokens)} tokens"]
     if live.closed or engine.closed:
         parts.append("closed")
     else:
-        parts += _tried(lambda: _pages(engine, state))
-    parts += _tried(lambda: _text(engine, state))
+        parts += _tried(lambda: _pages(engine, branch))
+    parts += _tried(lambda: _text(engine, branch))
     return f"<Session {'' if name is None else _short(name) + ' '}of {', '.join(parts)}>"
 
 
@@ -40,17 +40,17 @@ def session_summary(live: LiveSequence) -> Summary:
     never waits, either."""
     from quire_inspector.drawing.summaries import Summary
 
-    engine, state, name = live.engine, live.branch, live.name
-    facts = [("tokens", f"{len(state.tokens):,}")]
+    engine, branch, name = live.engine, live.branch, live.name
+    facts = [("tokens", f"{len(branch.tokens):,}")]
     if live.closed or engine.closed:
         facts.append(("state", "closed"))
     else:
-        facts += [("state", one) for one in _tried(lambda: _pages(engine, state))]
-        words = [word for word in ("pinned", "modified") if getattr(state, word)]
+        facts += [("state", one) for one in _tried(lambda: _pages(engine, branch))]
+        words = [word for word in ("pinned", "modified") if getattr(branch, word)]
         facts += [("is", ", ".join(words))] if words else []
     facts += [("adapter", one) for one in _tried(lambda: [live.adapter or ""]) if one]
     facts += [("label", f"{label} = {value}") for label, value in live.labels.items()]
-    texts = [("text", one) for one in _tried(lambda: _ends(engine, state, SHOWN_IN_SUMMARIES))]
+    texts = [("text", one) for one in _tried(lambda: _ends(engine, branch, SHOWN_IN_SUMMARIES))]
     return Summary("Session" if name is None else f"Session {name}", facts, texts)
 
 
@@ -61,27 +61,27 @@ def _tried(part: Callable[[], list[str]]) -> list[str]:
         return []
 
 
-def _pages(engine: Engine, state: SessionBranch) -> list[str]:
+def _pages(engine: Engine, branch: SessionBranch) -> list[str]:
     if not engine.lock.acquire(blocking=False):
-        return ["generating"] if state.busy else []
+        return ["generating"] if branch.busy else []
     try:
-        seq = state.present.seq
+        seq = branch.present.seq
         held, shared = (0, 0) if seq is None else engine.runner.state.sequence_pages(seq)
     finally:
         engine.lock.release()
-    return [f"{held} pages ({shared} shared)"] + (["generating"] if state.busy else [])
+    return [f"{held} pages ({shared} shared)"] + (["generating"] if branch.busy else [])
 
 
-def _text(engine: Engine, state: SessionBranch) -> list[str]:
+def _text(engine: Engine, branch: SessionBranch) -> list[str]:
     # What lies between the ends is as long as it takes to be left out.
-    return [_short(one) for one in _ends(engine, state, DECODED)]
+    return [_short(one) for one in _ends(engine, branch, DECODED)]
 
 
-def _ends(engine: Engine, state: SessionBranch, most: int) -> list[str]:
+def _ends(engine: Engine, branch: SessionBranch, most: int) -> list[str]:
     """Return the text, with ``most`` tokens of each end and spaces between; [] without any."""
     if engine.tokenizer is None:
         return []
-    tokens = state.tokens.ids
+    tokens = branch.tokens.ids
     some = tokens if tokens.size <= 2 * most else None
     parts = [tokens[:most], tokens[-most:]] if some is None else [some]
     # Ids below 0 stand for embeddings.

@@ -28,7 +28,7 @@ from quire.branches.session_branch import SessionBranch
 from quire.engine.engine import Engine
 from quire.kv.sequencefile import IDENTITY, other_length
 from quire.models.fingerprint import ModelIdentity
-from quire.sessions import saving as saved_sessions
+from quire.sessions import saving
 from quire.sessions.chat_turns import ChatTurns
 from quire.sessions.preparation import cache_key
 from quire.sessions.session import Session
@@ -69,8 +69,8 @@ class KeptSessions:
         """Return the record of a session, without its state file. Takes no lock: the session must
         be at rest. ``more``: fields that the session does not know. ``NotDurable`` for a chat's
         message that is no JSON."""
-        state = session._state
-        salt = state.key if isinstance(state.key, tuple) and not is_private(state.key) else None
+        branch = session._branch
+        salt = branch.key if isinstance(branch.key, tuple) and not is_private(branch.key) else None
         try:
             chat = session._live.turns.written()
         except (TypeError, ValueError) as error:
@@ -78,14 +78,14 @@ class KeptSessions:
         return SessionRecord(
             id=name,
             model=self._model,
-            tokens=state.tokens.ids.copy(),
+            tokens=branch.tokens.ids.copy(),
             name=session.name,
             labels=session.labels,
             window=session.window,
-            adapters=written(state.runs, self._engine.branches.fingerprint_of),
+            adapters=written(branch.runs, self._engine.branches.fingerprint_of),
             salt=None if salt is None else salt[1],
             private=salt is None,
-            pinned=state.pinned,
+            pinned=branch.pinned,
             chat=chat,
             commit=session.last_commit,
             **more,
@@ -94,13 +94,13 @@ class KeptSessions:
     @staticmethod
     def needs_state(session: Session) -> bool:
         """Return whether a session's tokens do not give its state."""
-        return saved_sessions.needs_state(session._state)
+        return saving.needs_state(session._branch)
 
     def with_state(self, session: Session, record: SessionRecord) -> SessionRecord:
         """Return the record with a new state file of the session. This blocks: what is not computed
         is computed. ``NotDurable``: the file cannot be written."""
         path = self.journal.new_state(record.id)
-        with saving(path):
+        with durable_errors(path):
             session.save(path, use_tqdm=False)
         return replace(record, state=path.name)
 
@@ -129,15 +129,15 @@ class KeptSessions:
         engine = self._engine
         if record.state is not None:
             try:
-                with saved_sessions.opened(engine, self.journal.state_path(record)) as file, engine.lock:
-                    state = saved_sessions.load(engine, file, self._identity, convert_dtype=False)
-                    session = self._session_of(state)
+                with saving.opened(engine, self.journal.state_path(record)) as file, engine.lock:
+                    branch = saving.load(engine, file, self._identity, convert_dtype=False)
+                    session = self._session_of(branch)
             except DataLoss as error:
                 raise StoreDamaged(str(error)) from error
         else:
             key = private_salt() if record.private else cache_key(record.salt)
             with engine.lock:
-                state = saved_sessions.branch_of(
+                branch = saving.branch_of(
                     engine,
                     record.tokens,
                     adapters=record.adapters,
@@ -145,7 +145,7 @@ class KeptSessions:
                     key=key,
                     what="the session",
                 )
-                session = self._session_of(state)
+                session = self._session_of(branch)
         session._live.turns, session._live.last_commit = ChatTurns.read(record.chat), record.commit
         session.name, session.labels = record.name, record.labels
         return session
@@ -197,7 +197,7 @@ class KeptSessions:
         except QuireError as error:
             error.about(f"session {name!r}")
             raise
-        session._state.pinned |= record.pinned
+        session._branch.pinned |= record.pinned
         session._kept_as, self._owners[record.id] = record.id, session
         return session
 
@@ -246,7 +246,7 @@ def _log_failure(done: Future[None]) -> None:
 
 
 @contextmanager
-def saving(path: Path) -> Iterator[None]:
+def durable_errors(path: Path) -> Iterator[None]:
     """Turn errors of a save to ``path`` into ``NotDurable``."""
     try:
         yield

@@ -44,17 +44,17 @@ def append(live: LiveSequence, text: Prompt, priority: int, use_tqdm: bool | Non
     """Add a text at the end, and run it."""
     new, media = live.encode(text, live.branch.tokens.ids)
     with live.engine.lock:
-        state = live.require_idle("append")
+        branch = live.require_idle("append")
         if not new.size:
             return
         live.engine.checks.tokens(new, media)
         length = len(live) + new.size
-        live.engine.checks_of(state).length(length, None)
-        request = live.submit_first(np.append(state.tokens.ids, new), length - 1, media, priority=priority)
+        live.engine.checks_of(branch).length(length, None)
+        request = live.submit_first(np.append(branch.tokens.ids, new), length - 1, media, priority=priority)
         if request is None:
-            state.tokens.media |= media
-            state.tokens.extend(new)
-            state.logits = None
+            branch.tokens.media |= media
+            branch.tokens.extend(new)
+            branch.logits = None
     if request is not None:
         live.wait(request, use_tqdm)
 
@@ -62,11 +62,11 @@ def append(live: LiveSequence, text: Prompt, priority: int, use_tqdm: bool | Non
 def use_adapter(live: LiveSequence, name: str | None) -> None:
     """Let the next tokens run under an adapter; None: under the base model."""
     with live.engine.lock:
-        state = live.require_idle("use_adapter")
+        branch = live.require_idle("use_adapter")
         if name is not None and not isinstance(name, str):
             raise InvalidArgument(field="name", given=name, allowed="the name of an adapter or None")
         adapter = None if name is None else live.adapters.id_of(name)
-        live.engine.branches.change(state, len(live), adapter)
+        live.engine.branches.change(branch, len(live), adapter)
 
 
 # -- forks and rewinds -----------------------------------------------------------------------------
@@ -85,12 +85,12 @@ def fork(live: LiveSequence, length: int) -> SessionBranch:
 def rewind(live: LiveSequence, to: int | None, n: int | None) -> int:
     """Shorten the session; return the number of tokens that must run again."""
     with live.engine.lock:
-        state = live.require_idle("rewind")
+        branch = live.require_idle("rewind")
         if (to is None) == (n is None):
             raise InvalidArgument(f"rewind takes to= or n=, one of them; got to={to!r}, n={n!r}", field="to")
         length = live.position("to", to) if to is not None else len(live) - live.position("n", n)
         cost = _cost(live, length)
-        live.engine.branches.change(state, length, state.adapter)
+        live.engine.branches.change(branch, length, branch.adapter)
         live.turns.cut(length)
         live.engine.metrics.rewinds.inc()
         live.engine.metrics.tokens_replayed.inc(cost)
@@ -115,13 +115,13 @@ def _cost(live: LiveSequence, length: int) -> int:
 def _reached(live: LiveSequence, length: int) -> int:
     """Return the number of the first ``length`` tokens that keep their state, if the session
     continues from there under its adapter."""
-    state, branches = live.branch, live.engine.branches
+    branch, branches = live.branch, live.engine.branches
     # The last token there may have run under another adapter than the next ones will.
-    same = state.runs.agreed(runs_of_session(state.runs, length, state.adapter), length)
-    if state.seq is None:
-        return branches.tier.reach(state, same)
-    reached = branches.reach(state, same)
-    if reached < min(same, state.computed) and (found := branches.found(state, same)) is not None:
+    same = branch.runs.agreed(runs_of_session(branch.runs, length, branch.adapter), length)
+    if branch.seq is None:
+        return branches.tier.reach(branch, same)
+    reached = branches.reach(branch, same)
+    if reached < min(same, branch.computed) and (found := branches.found(branch, same)) is not None:
         # It is not kept; the prefix cache may have a sequence that is nearer.
         reached = max(reached, found[1])
     return reached
@@ -263,26 +263,26 @@ def _with_next(live: LiveSequence, ids: Ids, place: TextPlace, added: Ids) -> Te
 def _edited(live: LiveSequence, verb: str, ids: Ids, place: TextPlace, added: Ids) -> SessionBranch:
     """Return a fork with the new tokens, and the state of those before the span as far as it is
     held."""
-    state, engine = live.require_idle(verb), live.engine
-    if not np.array_equal(state.tokens.ids, ids):
+    branch, engine = live.require_idle(verb), live.engine
+    if not np.array_equal(branch.tokens.ids, ids):
         raise FailedPrecondition(f"{verb}: the session was changed by another thread meanwhile; call again")
-    if place.stop < ids.size and (reason := why_fixed(state, place.stop, ids.size, engine.runner.adapters.ids)):
+    if place.stop < ids.size and (reason := why_fixed(branch, place.stop, ids.size, engine.runner.adapters.ids)):
         raise FailedPrecondition(
             f"{verb}: tokens {place.stop}..{ids.size - 1}, which follow, would have to run again, and {reason}"
         )
-    tokens = TokenHistory(np.concatenate((ids[: place.start], added, ids[place.stop :])), state.tokens.media)
+    tokens = TokenHistory(np.concatenate((ids[: place.start], added, ids[place.stop :])), branch.tokens.media)
     if len(tokens):
         try:
-            engine.checks_of(state).length(len(tokens), None)
+            engine.checks_of(branch).length(len(tokens), None)
         except InvalidArgument as error:
             error.field = "new"
             raise
-        engine.pins.check(state, len(tokens), state.account)
-    branch = engine.branches.fork(state, place.start)
-    runs = state.runs.spliced(place.start, place.stop, added.size, state.adapter)
-    branch.tokens, branch.runs = tokens, runs_of_session(runs, len(tokens), state.adapter)
-    branch.pinned = state.pinned
-    return branch
+        engine.pins.check(branch, len(tokens), branch.account)
+    fork = engine.branches.fork(branch, place.start)
+    runs = branch.runs.spliced(place.start, place.stop, added.size, branch.adapter)
+    fork.tokens, fork.runs = tokens, runs_of_session(runs, len(tokens), branch.adapter)
+    fork.pinned = branch.pinned
+    return fork
 
 
 def _run(live: LiveSequence, branch: SessionBranch, blend: PromptBlend | None) -> Request | None:
@@ -307,15 +307,15 @@ def _blending(live: LiveSequence, mode: EditMode, params: BlendParams | None) ->
 
 def _source(live: LiveSequence, place: TextPlace, added: int, params: BlendParams) -> EditSource | None:
     """Return the source of the rows that follow the span; None: there is none."""
-    state, engine = live.branch, live.engine
-    exact = state.origin.exact_part(state.computed)
-    if state.seq is None or state.modified or exact <= place.stop:
+    branch, engine = live.branch, live.engine
+    exact = branch.origin.exact_part(branch.computed)
+    if branch.seq is None or branch.modified or exact <= place.stop:
         return None
-    fork = engine.branches.fork_of(state.seq)
+    fork = engine.branches.fork_of(branch.seq)
     blend = None
     try:
         move = Move(place.start + added, place.stop, exact - place.stop)
-        blend = engine.blending.moved(fork, move, params, windowed=state.window is not None)
+        blend = engine.blending.moved(fork, move, params, windowed=branch.window is not None)
     finally:
         if blend is None:
             engine.branches.remove(fork)
@@ -328,16 +328,16 @@ def _give_back(live: LiveSequence, source: EditSource | None) -> None:
         live.engine.branches.remove(source.fork)
 
 
-def _take_over(live: LiveSequence, state: SessionBranch, branch: SessionBranch) -> None:
-    """Let the session be what the branch is, which then holds nothing."""
+def _take_over(live: LiveSequence, branch: SessionBranch, fork: SessionBranch) -> None:
+    """Let the session be what a fork is, which then holds nothing."""
     branches = live.engine.branches
-    if state.seq is not None:
-        branches.remove(state.seq)
-    state.become(branch, len(branch.tokens), branch.seq)
-    state.runs, state.logits = branch.runs, None
-    state.truncate_computed(branch.computed)
-    branch.seq, branch.computed = None, 0
-    branches.hold(state)
+    if branch.seq is not None:
+        branches.remove(branch.seq)
+    branch.become(fork, len(fork.tokens), fork.seq)
+    branch.runs, branch.logits = fork.runs, None
+    branch.truncate_computed(fork.computed)
+    fork.seq, fork.computed = None, 0
+    branches.hold(branch)
 
 
 def _spoken(ids: Ids) -> list[int]:

@@ -58,6 +58,6 @@ def result(live: LiveSequence, request: Request) -> RequestOutput:
 
 def cancel(live: LiveSequence) -> bool:
     """End the request that works on the session, at the next step; False: none does."""
-    state = live.branch if live.branch.successor is None else live.branch.successor
-    request = state.request
+    branch = live.branch if live.branch.successor is None else live.branch.successor
+    request = branch.request
     return request is not None and live.engine.cancel(request.request_id)

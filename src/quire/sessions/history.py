@@ -17,8 +17,7 @@ from quire.base.errors import QuireError, StoreDamaged
 from quire.base.signatures import require_bool
 from quire.contracts.store import KEY_BYTES, Blob, ObjectKey
 from quire.kv.sequencefile import check_model
-from quire.sessions import commits as session_commits
-from quire.sessions import saving as saved_sessions
+from quire.sessions import commits, saving
 from quire.sessions.chat_turns import ChatTurns
 from quire.sessions.session import Session
 from quire.sessions.sources import SessionSources
@@ -48,16 +47,16 @@ def checkout(sources: SessionSources, name: str, owner: str) -> Session:
     try:
         check_model(commit.model, sources.identity.fields())
         if commit.state.file is not None:
-            with saved_sessions.opened(engine, _verified(commit, blob)) as file, engine.lock:
-                state = saved_sessions.load(engine, file, sources.identity, convert_dtype=False)
-                session = sources.session_of(state)
+            with saving.opened(engine, _verified(commit, blob)) as file, engine.lock:
+                branch = saving.load(engine, file, sources.identity, convert_dtype=False)
+                session = sources.session_of(branch)
         else:
             with engine.lock:
                 key = read_key(commit.key, owner)
-                state = saved_sessions.branch_of(
+                branch = saving.branch_of(
                     engine, ids_T, adapters=commit.adapters, window=commit.window, key=key, what=what
                 )
-                session = sources.session_of(state)
+                session = sources.session_of(branch)
     except QuireError as error:
         if not str(error).startswith(what):
             error.about(what)
@@ -146,7 +145,7 @@ def _ask(
     whole: bool = False,
 ) -> R:
     sources.requests.require_open(verb)
-    return session_commits.ask(sources.engine, space_of(owner), function, whole=whole)
+    return commits.ask(sources.engine, space_of(owner), function, whole=whole)
 
 
 def _verified(commit: SessionCommit, blob: Blob | None) -> memoryview:

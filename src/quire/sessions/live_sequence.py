@@ -1,7 +1,7 @@
 """``LiveSequence``: the branch of a session, and how calls on it begin, encode and run.
 
-The functions behind a session's verbs take one: ``session_edits``, ``session_generation``,
-``session_chat``, ``session_scoring``, ``session_commits``, ``session_state``, ``session_views``.
+The functions behind a session's verbs take one: those of ``edits``, ``generation``, ``chat``,
+``scoring``, ``saving``, ``commits``, ``state`` and ``views``.
 """
 
 from __future__ import annotations
@@ -82,12 +82,12 @@ class LiveSequence:
     def require_idle(self, verb: str) -> SessionBranch:
         """Return the branch, as the one used last; ``FailedPrecondition`` while it is generating.
         The caller holds the engine's lock."""
-        state = self.require_open(verb)
+        branch = self.require_open(verb)
         self.engine.finalizers.run_finalizers()  # an unreferenced stream among them
-        if state.busy:
+        if branch.busy:
             raise FailedPrecondition(f"{verb}: the session is generating; finish or close its stream first")
-        self.engine.branches.hold(state)
-        return state
+        self.engine.branches.hold(branch)
+        return branch
 
     def require_tokenizer(self, verb: str) -> Tokenizer:
         """Return the tokenizer; ``FailedPrecondition`` without one."""
@@ -141,11 +141,11 @@ class LiveSequence:
     ) -> Request | None:
         """Queue a run of the first ``length`` tokens; return None if they are computed already. The
         session becomes all of ``tokens``. ``media`` holds embeddings that it does not have yet."""
-        state = self.branch
-        if length < 1 or (state.seq is not None and state.computed >= length):
+        branch = self.branch
+        if length < 1 or (branch.seq is not None and branch.computed >= length):
             return None
         tail = tokens[length:].tolist()
-        return self.engine.submit_run(state, tokens[:length], tail=tail, media=media, priority=priority)
+        return self.engine.submit_run(branch, tokens[:length], tail=tail, media=media, priority=priority)
 
     def wait(self, request: Request, use_tqdm: bool | None = False) -> None:
         """Run a request to its end. Raise its error, and ``Cancelled`` for a cancelled run.
@@ -168,12 +168,12 @@ class LiveSequence:
         """Make the state hold exactly the first ``length`` tokens: all, or all but the last."""
         engine = self.engine
         with engine.lock:
-            state = self.require_idle(verb)
+            branch = self.require_idle(verb)
             if not len(self):
                 raise InvalidArgument("the session is empty; append at least one token to have a state")
-            if state.seq is not None and state.computed > length:
-                engine.branches.rewind(state, length)
-            request = self.submit_first(state.tokens.ids, length)
+            if branch.seq is not None and branch.computed > length:
+                engine.branches.rewind(branch, length)
+            request = self.submit_first(branch.tokens.ids, length)
         if request is not None:
             self.wait(request)
 
@@ -189,10 +189,10 @@ class LiveSequence:
 
     def require_computed(self, verb: str, length: int) -> SessionBranch:
         """Return the branch after ``catch_up``; ``FailedPrecondition`` if it was changed."""
-        state = self.require_idle(verb)
-        if (state.computed if state.seq is not None else 0) != length:
+        branch = self.require_idle(verb)
+        if (branch.computed if branch.seq is not None else 0) != length:
             raise FailedPrecondition(f"{verb}: the session was changed by another thread meanwhile; call again")
-        return state
+        return branch
 
     @contextmanager
     def forked(self, verb: str) -> Iterator[SessionBranch]:

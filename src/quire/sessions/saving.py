@@ -33,28 +33,28 @@ MOST_ROWS = 16
 
 
 def save(
-    engine: Engine, state: SessionBranch, identity: ModelIdentity, path: Path, use_tqdm: bool | None = False
+    engine: Engine, branch: SessionBranch, identity: ModelIdentity, path: Path, use_tqdm: bool | None = False
 ) -> None:
-    metadata, plan, tensors = parts(engine, state, identity)
+    metadata, plan, tensors = parts(engine, branch, identity)
     with byte_bar("Saving", sum(one.nbytes for one in plan), use_tqdm) as bar:
         size = write_state(path, metadata, plan, counted(tensors, bar))
     engine.metrics.state_bytes_saved.inc(size)
 
 
-def to_bytes(engine: Engine, state: SessionBranch, identity: ModelIdentity) -> bytes:
-    metadata, plan, tensors = parts(engine, state, identity)
+def to_bytes(engine: Engine, branch: SessionBranch, identity: ModelIdentity) -> bytes:
+    metadata, plan, tensors = parts(engine, branch, identity)
     data = container_bytes(metadata, plan, tensors)
     engine.metrics.state_bytes_saved.inc(len(data))
     return data
 
 
 def parts(
-    engine: Engine, state: SessionBranch, identity: ModelIdentity
+    engine: Engine, branch: SessionBranch, identity: ModelIdentity
 ) -> tuple[dict[str, Any], list[TensorSpec], Iterator[tuple[str, Tensor]]]:
     """Return metadata, plan and tensors of a session. ``Unsupported`` if it is longer than ``load``
     takes, ``FailedPrecondition`` if more than its last token is not computed."""
-    require_computed(state)
-    runs, tokens = written(state.runs, engine.branches.fingerprint_of), state.tokens.ids.tolist()
+    require_computed(branch)
+    runs, tokens = written(branch.runs, engine.branches.fingerprint_of), branch.tokens.ids.tolist()
     for count, most, what in (
         (len(tokens), _longest(engine), "tokens"),
         (len(runs), MOST_RUNS, "changes of its adapter"),
@@ -65,32 +65,32 @@ def parts(
         "kind": SESSION,
         "model": identity.fields(),
         "adapters": runs,
-        "exact": state.origin.exact,
-        **({} if state.origin.exact else {"exact_tokens": state.origin.inexact_from}),
-        "modified": state.modified,
-        "window": None if state.window is None else [state.window.size, state.window.sink],
+        "exact": branch.origin.exact,
+        **({} if branch.origin.exact else {"exact_tokens": branch.origin.inexact_from}),
+        "modified": branch.modified,
+        "window": None if branch.window is None else [branch.window.size, branch.window.sink],
         "tokens": tokens,
         "positions": [0, len(tokens)],
         "sequence": None,
     }
-    if state.seq is None:
+    if branch.seq is None:
         return metadata, [], iter(())
-    metadata["sequence"], plan, tensors = sequencefile.describe(engine.runner.state, state.seq)
+    metadata["sequence"], plan, tensors = sequencefile.describe(engine.runner.state, branch.seq)
     return metadata, plan, tensors
 
 
-def require_computed(state: SessionBranch) -> None:
+def require_computed(branch: SessionBranch) -> None:
     """Raise ``FailedPrecondition`` if more than a session's last token is not computed."""
-    if (0 if state.seq is None else state.computed) < len(state.tokens) - 1:
+    if (0 if branch.seq is None else branch.computed) < len(branch.tokens) - 1:
         raise FailedPrecondition(
             "the session's state was dropped while it was to be saved, for the pool is short; call again"
         )
 
 
-def needs_state(state: SessionBranch) -> bool:
+def needs_state(branch: SessionBranch) -> bool:
     """Return whether a session's tokens do not give its state: it was written into, it is not
     exact, or embeddings stand in it, which only this process has."""
-    return state.modified or not state.origin.exact or bool((state.tokens.ids < 0).any())
+    return branch.modified or not branch.origin.exact or bool((branch.tokens.ids < 0).any())
 
 
 def branch_of(
@@ -106,12 +106,12 @@ def branch_of(
     ``InvalidArgument``: an adapter is not loaded; ``what``: the subject of that."""
     pool = engine.runner.adapters
     runs = as_read([list(run) for run in adapters], ids_T.size, pool.find, pool.fingerprints, what)
-    state = SessionBranch(tokens=TokenHistory(ids_T), key=key, adapter=runs.runs[-1][1])
-    state.runs, state.window = runs, None if window is None else Window(window[0], window[1])
+    branch = SessionBranch(tokens=TokenHistory(ids_T), key=key, adapter=runs.runs[-1][1])
+    branch.runs, branch.window = runs, None if window is None else Window(window[0], window[1])
     if ids_T.size:
         engine.checks.history(ids_T)
-        engine.checks_of(state).length(ids_T.size, None)
-    return state
+        engine.checks_of(branch).length(ids_T.size, None)
+    return branch
 
 
 def opened(
@@ -163,13 +163,13 @@ def load(
             "the last, is expected"
         )
     # A key of its own: state from a file, perhaps of another dtype, is no other prompt's prefix.
-    state = SessionBranch(key=private_salt(), adapter=saved.runs.runs[-1][1])
-    saved.fill(state, saved.total)
+    branch = SessionBranch(key=private_salt(), adapter=saved.runs.runs[-1][1])
+    saved.fill(branch, saved.total)
     if saved.total:
-        engine.checks_of(state).length(saved.total, None)
+        engine.checks_of(branch).length(saved.total, None)
     # The embeddings are not in the file, so that what stands for them cannot be computed again.
-    state.pinned = saved.origin.modified or bool((saved.ids < 0).any())
-    state.origin = replace(saved.origin, modified=state.pinned)
+    branch.pinned = saved.origin.modified or bool((saved.ids < 0).any())
+    branch.origin = replace(saved.origin, modified=branch.pinned)
     if saved.length:
         seq = engine.runner.new_seq()
         while True:
@@ -179,9 +179,9 @@ def load(
             except ResourceExhausted:
                 if not engine.runner.room.make():
                     raise
-        state.seq, state.computed = seq, saved.length
+        branch.seq, branch.computed = seq, saved.length
     engine.metrics.state_bytes_loaded.inc(file.nbytes)
-    return state
+    return branch
 
 
 def _picked(file: StateFile, row: int | None) -> int:

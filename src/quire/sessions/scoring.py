@@ -28,20 +28,20 @@ def compute(live: LiveSequence, priority: int = 0, use_tqdm: bool | None = None)
 def logits(live: LiveSequence) -> Tensor:
     """Return the logits of the next token, float32 ``[V]``."""
     with live.engine.lock:
-        state = live.require_idle("logits")
+        branch = live.require_idle("logits")
         if not len(live):
             raise InvalidArgument("the session is empty; append at least one token to ask what comes next")
-        if state.logits is not None:
-            return state.logits.clone()
+        if branch.logits is not None:
+            return branch.logits.clone()
         rows: list[Tensor] = []
         request = live.engine.submit_run(
-            state, state.tokens.ids, on_logits=lambda position, rows_RV: rows.append(rows_RV[-1].float().clone())
+            branch, branch.tokens.ids, on_logits=lambda position, rows_RV: rows.append(rows_RV[-1].float().clone())
         )
     live.wait(request)
     # Another thread may have changed the session since.
     work = request.branch
-    if state.runs == work.runs and np.array_equal(state.tokens.ids, work.tokens.ids):
-        state.logits = rows[-1]
+    if branch.runs == work.runs and np.array_equal(branch.tokens.ids, work.tokens.ids):
+        branch.logits = rows[-1]
     return rows[-1].clone()
 
 
@@ -53,18 +53,18 @@ def score(live: LiveSequence, text: Text) -> list[float]:
         )
     new, _ = live.encode(text, live.branch.tokens.ids)
     with live.engine.lock:
-        state = live.require_idle("score")
+        branch = live.require_idle("score")
         live.engine.checks.tokens(new)
         if not len(live):
             raise InvalidArgument("the session is empty; append at least one token to score what follows it")
         if not new.size:
             return []
-        live.engine.checks_of(state).length(len(live) + new.size, None)
+        live.engine.checks_of(branch).length(len(live) + new.size, None)
     live.compute("score")
-    with live.forked("score") as branch:
+    with live.forked("score") as fork:
         # The session's last token and all scored ones but the last give the logits of the next.
-        first = len(branch.tokens) - 1
-        live.engine.branches.rewind(branch, first)
+        first = len(fork.tokens) - 1
+        live.engine.branches.rewind(fork, first)
         scores = [0.0] * int(new.size)
 
         def read(position: int, rows_RV: Tensor) -> None:
@@ -75,6 +75,6 @@ def score(live: LiveSequence, text: Text) -> list[float]:
             picked = torch.log_softmax(rows_RV.float(), -1).gather(1, wanted.unsqueeze(1))
             scores[start : start + rows_RV.shape[0]] = picked.squeeze(1).tolist()
 
-        tokens = np.append(branch.tokens.ids, new[:-1])
-        live.wait(live.engine.submit_run(branch, tokens, on_logits=read, fresh_from=first, all_logits=True))
+        tokens = np.append(fork.tokens.ids, new[:-1])
+        live.wait(live.engine.submit_run(fork, tokens, on_logits=read, fresh_from=first, all_logits=True))
         return scores

@@ -38,13 +38,7 @@ from quire.contracts.token_views import AttentionView, ChancesView, ComparisonVi
 from quire.engine.engine import Engine
 from quire.engine.prompts import Prompt, Text
 from quire.engine.request import Request
-from quire.sessions import chat as session_chat
-from quire.sessions import commits as session_commits
-from quire.sessions import edits as session_edits
-from quire.sessions import generation, scoring
-from quire.sessions import saving as saved_sessions
-from quire.sessions import state as session_state
-from quire.sessions import views as session_views
+from quire.sessions import chat, commits, edits, generation, saving, scoring, state, views
 from quire.sessions.chat_turns import ReadAnswer, TemplateInputs
 from quire.sessions.display import session_repr, session_summary
 from quire.sessions.labels import checked_labels, checked_name
@@ -101,7 +95,7 @@ class Session:
     def __init__(self, live: LiveSequence) -> None:
         """Register the session with the engine."""
         self._engine = live.engine
-        self._state = live.branch
+        self._branch = live.branch
         self._keeper: Keeper | None = None
         """Saves it under its name; None: it ends with the process."""
         self._kept_as: str | None = None
@@ -118,7 +112,7 @@ class Session:
     # -- its contents ------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        return len(self._state.tokens)
+        return len(self._branch.tokens)
 
     def __repr__(self) -> str:
         return session_repr(self._live)
@@ -163,17 +157,17 @@ class Session:
 
     def encode(self, text: Text) -> NDArray[np.int64]:
         """Return the token ids that ``append`` adds for a text, or the given ids."""
-        return self._live.encode(text, self._state.tokens.ids)[0]
+        return self._live.encode(text, self._branch.tokens.ids)[0]
 
     @property
     def pinned(self) -> bool:
         """Return whether its state is kept even if the pool is short."""
-        return self._state.pinned
+        return self._branch.pinned
 
     @property
     def window(self) -> tuple[int, int] | None:
         """(window, sink), in tokens, of what it keeps; None: it keeps all tokens."""
-        window = self._state.window
+        window = self._branch.window
         return None if window is None else (window.size, window.sink)
 
     @property
@@ -186,19 +180,19 @@ class Session:
         """Return whether computing its tokens would not give its state. Then ``set_kv`` wrote into
         it, or it came from a file or a KV cache without the embeddings that stood at
         placeholders."""
-        return self._state.modified
+        return self._branch.modified
 
     @property
     def exact(self) -> bool:
         """Return whether its state is what its tokens give, apart from ``modified``. It is not if
         some of it went through another dtype, or was blended. It becomes exact again when it is
         computed again: after a rewind to ``exact_tokens`` or before, or once it was dropped."""
-        return self._state.origin.exact
+        return self._branch.origin.exact
 
     @property
     def exact_tokens(self) -> int:
         """Return the number of its first tokens with exact state; all of them, if ``exact``."""
-        return self._state.origin.exact_part(len(self))
+        return self._branch.origin.exact_part(len(self))
 
     @property
     def last_commit(self) -> str | None:
@@ -209,7 +203,7 @@ class Session:
     @property
     def num_computed(self) -> int:
         """Tokens whose state is in the pool now."""
-        return self._state.computed
+        return self._branch.computed
 
     @property
     def pages(self) -> tuple[int, int]:
@@ -228,7 +222,7 @@ class Session:
     def number(self) -> int:
         """Return the number that no other session of the process has. ``engine.views`` use it as a
         name."""
-        return self._state.number
+        return self._branch.number
 
     def belongs_to(self, engine: Engine) -> bool:
         """Return whether this engine runs it."""
@@ -245,7 +239,7 @@ class Session:
         that of ``CacheHints``. ``use_tqdm`` shows on stderr how far it is; None: on a terminal, if
         there are more tokens than one step takes."""
         _check_run(priority, use_tqdm)
-        session_edits.append(self._live, text, priority, use_tqdm)
+        edits.append(self._live, text, priority, use_tqdm)
         return self
 
     @uninterrupted
@@ -306,7 +300,7 @@ class Session:
     ) -> Request:
         """Queue the request of ``generate``; the session is generating until steps have run it."""
         with self._engine.lock:
-            return generation.submit(self._live, self._state.tokens.ids, params, request_id, hints)
+            return generation.submit(self._live, self._branch.tokens.ids, params, request_id, hints)
 
     # -- chat --------------------------------------------------------------------------------------
 
@@ -346,7 +340,7 @@ class Session:
         inputs: TemplateInputs,
         hints: CacheHints,
     ) -> RequestOutput:
-        return session_chat.answer_messages(self._live, messages, params, answer, inputs, hints)
+        return chat.answer_messages(self._live, messages, params, answer, inputs, hints)
 
     def stream_chat(
         self,
@@ -374,7 +368,7 @@ class Session:
     ) -> PreparedTurn:
         """Check and render the messages of ``stream_chat``; return its prepared turn."""
         live, hinted, inputs = self._live, checked_hints(hints), TemplateInputs(tools=tools, variables=variables or {})
-        asked, tokens = session_chat.ask(live, messages, params, answer, inputs)
+        asked, tokens = chat.ask(live, messages, params, answer, inputs)
 
         def start() -> Request:
             live.require_idle("chat")
@@ -391,7 +385,7 @@ class Session:
         """Run the history as the next ``chat`` will write it, where the template writes the last
         answer in another way than the model did, as ``LLM.prefetch`` runs prompts with
         ``only_idle``. None: there is nothing to run. The session stays as it is."""
-        return session_chat.prefetch_next_turn(self._live, most)
+        return chat.prefetch_next_turn(self._live, most)
 
     # -- probabilities -----------------------------------------------------------------------------
 
@@ -426,7 +420,7 @@ class Session:
             return children[0] if n is None else children
 
     def _child(self, length: int) -> Session:
-        child = Session(self._live.child(session_edits.fork(self._live, length), length))
+        child = Session(self._live.child(edits.fork(self._live, length), length))
         child._keeper = self._keeper
         return child
 
@@ -438,13 +432,13 @@ class Session:
         last token are wanted at once, it runs again too: on models with recurrent layers from the
         nearest state that was kept before it.
         """
-        return session_edits.rewind(self._live, to, n)
+        return edits.rewind(self._live, to, n)
 
     def rewind_cost(self, to: int) -> int:
         """Return the number of tokens that a rewind to ``to`` would have to run again. It is 0 for
         attention whose state is in the pool, and more if the model's windows have freed rows before
         ``to``."""
-        return session_edits.rewind_cost(self._live, to)
+        return edits.rewind_cost(self._live, to)
 
     @uninterrupted
     @kept
@@ -476,11 +470,11 @@ class Session:
         embedding is gone), what leads to the span cannot (as in ``rewind``), or a chat has no one
         message with the span in its content. ``Unsupported``: no blending on this model.
         """
-        return session_edits.replace(self._live, span, new, mode, blend)
+        return edits.replace(self._live, span, new, mode, blend)
 
     def edit_cost(self, span: range | tuple[int, int] | str) -> int:
         """Return the number of tokens that run again if ``span`` is taken out."""
-        return session_edits.edit_cost(self._live, span)
+        return edits.edit_cost(self._live, span)
 
     @kept
     def use_adapter(self, name: str | None) -> None:
@@ -490,7 +484,7 @@ class Session:
         run. The last one, which gives the logits of the next, runs again under the new adapter, and
         so do all later ones.
         """
-        session_edits.use_adapter(self._live, name)
+        edits.use_adapter(self._live, name)
 
     # -- saving ------------------------------------------------------------------------------------
 
@@ -505,14 +499,14 @@ class Session:
             require_bool("use_tqdm", use_tqdm)
         self._live.compute_to_save("save")
         with self._live.forked("save") as branch:
-            saved_sessions.save(self._engine, branch, self._live.identity, Path(path), use_tqdm)
+            saving.save(self._engine, branch, self._live.identity, Path(path), use_tqdm)
 
     @uninterrupted
     def to_bytes(self) -> bytes:
         """Return the bytes of the state file."""
         self._live.compute_to_save("to_bytes")
         with self._live.forked("to_bytes") as branch:
-            return saved_sessions.to_bytes(self._engine, branch, self._live.identity)
+            return saving.to_bytes(self._engine, branch, self._live.identity)
 
     @uninterrupted
     @kept
@@ -527,7 +521,7 @@ class Session:
         ``FailedPrecondition``: the store has no durable tier. ``TierError``,
         ``ResourceExhausted``: it cannot be written, or has no room.
         """
-        return session_commits.commit(self._live, name, message, force=force, owner=owner)
+        return commits.commit(self._live, name, message, force=force, owner=owner)
 
     # -- its state ---------------------------------------------------------------------------------
 
@@ -540,7 +534,7 @@ class Session:
         the session's window; the last token is run if it was not. ``capacity`` and ``dynamic`` are
         as in ``create_kv_cache``; ``ResourceExhausted`` if the session is longer than that.
         """
-        return session_state.as_cache(self._live, capacity, dynamic)
+        return state.as_cache(self._live, capacity, dynamic)
 
     @uninterrupted
     def kv(self, layer: int) -> dict[str, Tensor]:
@@ -551,7 +545,7 @@ class Session:
         still held, and ``positions`` (int64) of these. Recurrent layers have ``state_0`` and so on,
         as they are before the last token, which runs again at the next generation.
         """
-        return session_state.read(self._live, layer)
+        return state.read(self._live, layer)
 
     @uninterrupted
     @kept
@@ -566,7 +560,7 @@ class Session:
         (``generate``, ``logits``, ``score``), which recomputes that token's rows from what was
         written.
         """
-        session_state.write(self._live, layer, start, tensors)
+        state.write(self._live, layer, start, tensors)
 
     @kept
     def pin(self, account: PinAccount | None = None) -> None:
@@ -574,19 +568,19 @@ class Session:
         for, with all that it will hold; ``QuotaExceeded`` or ``PoolExhausted`` if the account would
         then hold too much."""
         with self._engine.lock:
-            state = self._live.require_idle("pin")
-            self._engine.pins.check(state, len(self), account)
-            state.pinned, state.account = True, account
+            branch = self._live.require_idle("pin")
+            self._engine.pins.check(branch, len(self), account)
+            branch.pinned, branch.account = True, account
 
     @kept
     def unpin(self) -> None:
         """Let its state be dropped again if the pool is short. ``FailedPrecondition`` once
         ``set_kv`` wrote into it."""
         with self._engine.lock:
-            state = self._live.require_idle("unpin")
-            if state.modified:
+            branch = self._live.require_idle("unpin")
+            if branch.modified:
                 raise FailedPrecondition("unpin: a state that set_kv wrote into cannot be computed again, so it stays")
-            state.pinned, state.account = False, None
+            branch.pinned, branch.account = False, None
 
     # -- its views ---------------------------------------------------------------------------------
 
@@ -599,7 +593,7 @@ class Session:
         ``InvalidArgument``: no such position. ``FailedPrecondition``: the session is generating, or
         the state before was changed and would have to be computed again.
         """
-        return session_views.token(self._live, position, top)
+        return views.token(self._live, position, top)
 
     @uninterrupted
     def attention(
@@ -613,7 +607,7 @@ class Session:
         ``InvalidArgument``: no such position, layer or head. ``Unsupported``: the layer has no
         attention over tokens. ``FailedPrecondition``: as of ``token``.
         """
-        return session_views.attention(self._live, position, layer, head)
+        return views.attention(self._live, position, layer, head)
 
     @uninterrupted
     def norms(self, layer: int | None = None) -> NormsView:
@@ -623,7 +617,7 @@ class Session:
 
         ``InvalidArgument``: no such layer. ``FailedPrecondition``: the session is generating.
         """
-        return session_views.norms(self._live, layer)
+        return views.norms(self._live, layer)
 
     @uninterrupted
     def compare(self, other: Session, *, top: int = 10) -> ComparisonView:
@@ -636,14 +630,14 @@ class Session:
         check_int("top", top, 1, MOST_ALTERNATIVES)
         if not isinstance(other, Session) or not other.belongs_to(self._engine):
             raise InvalidArgument(field="other", given=other, allowed="a session of the same LLM")
-        return session_views.compare(self._live, other._live, top)
+        return views.compare(self._live, other._live, top)
 
     @uninterrupted
     def tree(self) -> BranchTree:
         """Return the tree of all branches that share a beginning with this session: which tokens
         they share, and where they part. It is drawn in notebooks and terminals, and by its
         ``plot``."""
-        return session_views.tree(self._live)
+        return views.tree(self._live)
 
     @uninterrupted
     def heat(
@@ -663,7 +657,7 @@ class Session:
         ``FailedPrecondition``, ``Unsupported``: as of ``attention``, or the tokens' state was
         changed and there is more than one query.
         """
-        return session_views.heat(self._live, layer, head, what, queries)
+        return views.heat(self._live, layer, head, what, queries)
 
     # -- its end -----------------------------------------------------------------------------------
 
@@ -677,7 +671,7 @@ class Session:
                 self._keep(wait=True)
         finally:
             self._live.closed = True
-            self._engine.forget(self._state)
+            self._engine.forget(self._branch)
             self._engine.finalizers.unwatch(self)
 
     def __enter__(self) -> Self:

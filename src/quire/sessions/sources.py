@@ -15,9 +15,7 @@ from quire.branches.session_branch import SessionBranch
 from quire.contracts.executor import CacheLike, ExecutorInputs
 from quire.engine.prompts import Prompt
 from quire.models.fingerprint import ModelIdentity
-from quire.sessions import saving as saved_sessions
-from quire.sessions import scoring
-from quire.sessions import state as session_state
+from quire.sessions import saving, scoring, state
 from quire.sessions.durable import KeptSessions
 from quire.sessions.labels import NO_LABELS, checked_labels, checked_name
 from quire.sessions.live_sequence import LiveSequence
@@ -84,7 +82,7 @@ class SessionSources:
             from quire.executor.arguments import resolve_row
 
             with self.engine.lock:
-                forked = session_state.fork_to_session(self.engine, *resolve_row(self.engine.runner, cache, row))
+                forked = state.fork_to_session(self.engine, *resolve_row(self.engine.runner, cache, row))
                 forked.pinned |= pin
                 session = self.session_of(forked, called, labelled)
             return self._keeping(session)
@@ -98,12 +96,12 @@ class SessionSources:
         # Under the lock the adapter stays loaded until the session is known to use it.
         with self.engine.lock:
             held = TokenHistory(tokens, media)
-            state = SessionBranch(
+            branch = SessionBranch(
                 tokens=held, key=key, pinned=pin, window=kept, adapter=self.requests.adapter_id(adapter)
             )
             if tokens.size:
-                self.engine.checks_of(state).length(tokens.size, None)
-            session = self.session_of(state, called, labelled)
+                self.engine.checks_of(branch).length(tokens.size, None)
+            session = self.session_of(branch, called, labelled)
         try:
             scoring.compute(session._live, use_tqdm=use_tqdm)
         except BaseException:
@@ -166,8 +164,8 @@ class SessionSources:
         require_bool("convert_dtype", convert_dtype)
         if row is not None:
             check_int("row", row, None, also="or None")
-        with saved_sessions.opened(self.engine, source, use_tqdm) as file, self.engine.lock:
-            loaded = saved_sessions.load(self.engine, file, self.identity, convert_dtype=convert_dtype, row=row)
+        with saving.opened(self.engine, source, use_tqdm) as file, self.engine.lock:
+            loaded = saving.load(self.engine, file, self.identity, convert_dtype=convert_dtype, row=row)
             session = self.session_of(loaded)
         session._keeper = self.kept
         return session

@@ -44,9 +44,9 @@ def as_cache(live: LiveSequence, capacity: int | None, dynamic: bool) -> KVCache
         if len(live):
             live.catch_up("as_cache", len(live))
         with live.engine.lock:
-            state = live.require_computed("as_cache", len(live))
-            become_fork(cache, state, private=state.key != NO_SALT)
-            live.engine.metrics.forks.inc(state.seq is not None)
+            branch = live.require_computed("as_cache", len(live))
+            become_fork(cache, branch, private=branch.key != NO_SALT)
+            live.engine.metrics.forks.inc(branch.seq is not None)
     except BaseException:
         cache.release()
         raise
@@ -75,24 +75,24 @@ def fork_to_session(engine: Engine, cache: CacheRows, picked: int, length: int) 
         raise Unsupported(f"row {picked} {other_eviction(source.window)}")
     # A key of its own: a row's past (files, other dtypes, writes) makes it no other prompt's
     # prefix.
-    state = SessionBranch(key=private_salt())
-    state.become(source, length, None)
-    state.adapter = state.runs.at(max(length - 1, 0))
-    engine.checks.history(state.tokens.ids)
+    branch = SessionBranch(key=private_salt())
+    branch.become(source, length, None)
+    branch.adapter = branch.runs.at(max(length - 1, 0))
+    engine.checks.history(branch.tokens.ids)
     if length:
-        engine.checks_of(state).length(length, None)
+        engine.checks_of(branch).length(length, None)
     cache.commit_chains()
     # A cache does not keep the embeddings that stood at placeholders.
-    fixed = state.modified or bool((state.tokens.ids < 0).any())
-    state.origin, state.pinned = replace(state.origin, modified=fixed, private=False), fixed
+    fixed = branch.modified or bool((branch.tokens.ids < 0).any())
+    branch.origin, branch.pinned = replace(branch.origin, modified=fixed, private=False), fixed
     kv, position = engine.runner.state, engine.runner.state.nearest_reachable(source.seq, length)
     if position < length:
         require_again(kv, source, position, length, loaded, f"row {picked}: ", since=0)
-    state.mark = None
+    branch.mark = None
     if position:
-        state.seq = engine.branches.fork_of(source.seq, position)
-    state.truncate_computed(position)
-    return state
+        branch.seq = engine.branches.fork_of(source.seq, position)
+    branch.truncate_computed(position)
+    return branch
 
 
 def read(live: LiveSequence, layer: int) -> dict[str, Tensor]:
@@ -103,23 +103,23 @@ def read(live: LiveSequence, layer: int) -> dict[str, Tensor]:
         return found
     live.catch_up("kv", len(live) - (spec.kind == "recurrent"))
     with live.engine.lock:
-        state = live.require_computed("kv", len(live) - (spec.kind == "recurrent"))
-        if state.seq is None:
+        branch = live.require_computed("kv", len(live) - (spec.kind == "recurrent"))
+        if branch.seq is None:
             return layer_memory.initial(spec)
-        partly = state.window is not None or getattr(spec, "layer_window", None) is not None
-        return layer_memory.read(live.engine.runner.state, state.seq, layer, partly=partly)
+        partly = branch.window is not None or getattr(spec, "layer_window", None) is not None
+        return layer_memory.read(live.engine.runner.state, branch.seq, layer, partly=partly)
 
 
 def _kept_states(live: LiveSequence, layer: int, spec: LayerSpec) -> dict[str, Tensor] | None:
     """Return a recurrent layer's kept states before the last token, if that has run."""
     with live.engine.lock:
-        state, kv = live.require_idle("kv"), live.engine.runner.state
+        branch, kv = live.require_idle("kv"), live.engine.runner.state
         last = len(live) - 1
-        if spec.kind != "recurrent" or state.seq is None or state.computed <= last:
+        if spec.kind != "recurrent" or branch.seq is None or branch.computed <= last:
             return None
-        if kv.nearest_reachable(state.seq, last) != last:
+        if kv.nearest_reachable(branch.seq, last) != last:
             return None
-        return layer_memory.read(kv, state.seq, layer, partly=False, position=last)
+        return layer_memory.read(kv, branch.seq, layer, partly=False, position=last)
 
 
 def write(live: LiveSequence, layer: int, start: int, tensors: Mapping[str, Tensor | None]) -> None:
@@ -153,10 +153,10 @@ def _write(
     if not recurrent:
         live.catch_up("set_kv", length)
     with engine.lock:
-        state = live.require_computed("set_kv", length - recurrent)
-        if state.seq is None:
+        branch = live.require_computed("set_kv", length - recurrent)
+        if branch.seq is None:
             raise FailedPrecondition(
                 f"set_kv: before its only token the session has no state of layer {layer} of its own; append a token"
             )
-        found = layer_memory.checked(engine.runner.state, state.seq, layer, start, count, tensors)
-        engine.branches.overwrite(state, layer, start, found)
+        found = layer_memory.checked(engine.runner.state, branch.seq, layer, start, count, tensors)
+        engine.branches.overwrite(branch, layer, start, found)

@@ -64,9 +64,9 @@ def tree(live: LiveSequence) -> BranchTree:
     from quire_inspector.drawing.branch_tree import tree_of
     from quire_inspector.views.state_views import StateViews
 
-    state = live.require_open("tree")
+    branch = live.require_open("tree")
     views = StateViews(live.engine, live.adapters, "")
-    return tree_of(views.history(owner=None), f"the tree of session {state.number}", f"session:{state.number}")
+    return tree_of(views.history(owner=None), f"the tree of session {branch.number}", f"session:{branch.number}")
 
 
 def heat(live: LiveSequence, layer: int | None, head: int | None, what: str, queries: int | None) -> Heat:

@@ -1,7 +1,7 @@
 """The state file (``.quire``): metadata and named tensors in a checked safetensors container.
 
 This module is the container only; its callers decide what a sequence puts into it. The format is
-documented in ``docs/statefile.md`` and encoded in ``state_header``. The header holds one checksum
+documented in ``docs/statefile.md`` and encoded in ``header``. The header holds one checksum
 per tensor and one of itself, so every damaged, missing or surplus byte is noticed. Nothing in a
 file is ever executed.
 

@@ -103,7 +103,7 @@ class SessionCommit(Document, frozen=True, kw_only=True):
     adapters: Sequence[Run]
     """[from position, fingerprint or None], as in state files."""
     key: Sequence[str | None]
-    """Key of the states that may be shared with it: ``adapter_keys.written_key``."""
+    """Key of the states that may be shared with it: ``adapters.keys.written_key``."""
     window: tuple[Size, Count] | None
     """(window, sink)"""
     modified: bool

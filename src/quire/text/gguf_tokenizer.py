@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from quire.base.errors import CheckpointError, Unsupported
 from quire.weights.gguf_container import GgufFile, opened
-from quire.weights.gguf_names import part_files
+from quire.weights.gguf_paths import part_files
 
 CONTROL, USER_DEFINED, UNUSED, BYTE = 3, 4, 5, 6
 """Types of tokens, of which the others are text."""

@@ -33,7 +33,7 @@ from quire.text.inner_text import for_inner_text
 from quire.text.token_bounds import longest_token
 from quire.text.token_bytes import TokenBytes, join_pieces
 from quire.text.tokenizer_process import TextEncoder, check_decoder
-from quire.weights.gguf_names import is_gguf
+from quire.weights.gguf_paths import is_gguf
 
 _logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from quire.base.errors import CheckpointError
 from quire.weights.gguf_blocks import TYPE_NAMES, bytes_of_row
-from quire.weights.gguf_names import MAGIC, part_files
+from quire.weights.gguf_paths import MAGIC, part_files
 
 VERSIONS = (2, 3)
 ALIGNMENT = 32

@@ -9,9 +9,8 @@ import numpy as np
 
 from quire.base.errors import Unsupported
 from quire.base.outputs import CompletionOutput, RequestOutput, RequestOutputs
-from quire.contracts.state_files import StateFileView
 from quire.contracts.token_views import AttentionView, ChancesView, ComparisonView, NormsView
-from quire.contracts.views import HistoryView, PoolView
+from quire.contracts.views import HistoryView, PoolView, StateFileView
 from quire_inspector.drawing.branch_tree import tree_of
 from quire_inspector.drawing.chances import chances_picture, parting_picture
 from quire_inspector.drawing.heat import Heat

@@ -19,7 +19,7 @@ from quire.base.config import KV_FORMATS
 from quire.base.errors import DataLoss, Unsupported
 from quire.contracts.kv_format import PLAIN, Geometry
 from quire.contracts.token_views import NormsView
-from quire.kv.plain_format import kv_format
+from quire.kv.formats import kv_format
 from quire.statefile.container import StateFile
 
 ROWS = ("k", "v", "latent")

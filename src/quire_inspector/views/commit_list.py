@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from quire.adapters.keys import AdapterKey, read_key
 from quire.base.errors import DataLoss, QuireError, Unsupported
 from quire.base.token_history import Ids
-from quire.sessions import commits as session_commits
+from quire.sessions import commits
 from quire.store.commits import SessionCommit, space_of
 from quire.store.history import History
 from quire_inspector.views.state_reading import ReadBranch
@@ -71,9 +71,7 @@ class CommitReader:
                 return listed.found
             listed.until = self._clock() + SECONDS
             with suppress(QuireError):  # the tier is asked again after a while
-                listed.found = session_commits.ask(
-                    self._engine, space_of(owner), lambda history: self._read(history, owner)
-                )
+                listed.found = commits.ask(self._engine, space_of(owner), lambda history: self._read(history, owner))
             return listed.found
 
     async def _read(self, history: History, owner: str) -> list[ReadBranch]:

@@ -1,6 +1,6 @@
 """Triton programs of attention over pages. ``triton_attention`` launches them.
 
-A program works on one item (``attention_tiles``) for some query heads of one KV head: M rows of
+A program works on one item (``tiles``) for some query heads of one KV head: M rows of
 queries, which are tokens times heads, against N keys at a time. Scores are in units of log 2.
 
 Letters: M rows of a program; N keys of a step; D columns of K; V columns of values.

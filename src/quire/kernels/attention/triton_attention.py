@@ -1,7 +1,7 @@
 """Attention over pages in Triton, for CUDA devices. The reference is ``quire.ops.attention``.
 
 K and V are read in place, through the page table. A batch becomes tiles of rows and items of work
-(``attention_tiles``), which are uploaded once for a forward; ``run`` launches programs
+(``tiles``), which are uploaded once for a forward; ``run`` launches programs
 (``attention_programs``) without waiting.
 
 Letters: T new tokens; B entries; S slots; Hq, Hkv query and KV heads; Dk, Dv head sizes; M rows and

@@ -1,6 +1,6 @@
 """Recurrences in chunk-parallel form, on any device.
 
-*Linear attention.* A sequence is cut into pieces of at most ``PIECE`` rows (``recurrence_groups``),
+*Linear attention.* A sequence is cut into pieces of at most ``PIECE`` rows (``groups``),
 and these into chunks. A chunk is a few matrix products: its rows' reading of the state before it,
 their reading of each other, and the state after it. The delta rule first replaces the values by the
 new part of them, through one triangular system (the WY representation, arXiv:2406.06484, with

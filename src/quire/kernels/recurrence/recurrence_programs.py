@@ -1,6 +1,6 @@
 """Triton programs of recurrences. ``triton_recurrence`` launches them.
 
-``recurrence_steps`` defines the arrays of a plan: three numbers for each row or chunk, and for each
+``steps`` defines the arrays of a plan: three numbers for each row or chunk, and for each
 entry. ``sources`` and ``targets`` are the memory places of given and wanted states. A float32
 product is made of three TF32 products, which err by about 2^-21 of each.
 

@@ -1,6 +1,6 @@
 """The application: what every request passes.
 
-``app``, ``serving``: the application and its process. ``gate`` over ``sites``, ``bodies``,
-``key_portions``: who may ask for how much. ``errors``, ``events``, ``status``, ``logs``, ``spans``:
-what is answered and written down.
+``app``, ``serving``: the application and its process. ``gate`` over ``sites``, ``bodies``: who may
+ask for how much. ``errors``, ``events``, ``status``, ``logs``, ``spans``: what is answered and
+written down.
 """

@@ -105,14 +105,14 @@ class SessionBatch(SessionReply):
         """Take all sessions and check everything before anything runs. Raise ``ApiError`` that
         names the session: 404 and 409 for sessions, 400 for parameters."""
         for number, stream in enumerate(self.streams):
-            with self._about(number):
+            with self._errors_about(number):
                 await stream.take()
         for number, (stream, params) in enumerate(zip(self.streams, self._params, strict=True)):
-            with self._about(number):
+            with self._errors_about(number):
                 await (await stream.take()).check_generate(params)
 
     @contextmanager
-    def _about(self, number: int) -> Iterator[None]:
+    def _errors_about(self, number: int) -> Iterator[None]:
         """Name in errors the session that they are about."""
         try:
             yield

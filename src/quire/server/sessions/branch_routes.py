@@ -68,7 +68,7 @@ async def diff(request: Request, a: Side = None, b: Side = None) -> Response:
         return await log("diff", request)
     if a is None or b is None:
         raise bad_field("b" if a else "a", "a and b are needed, two branches or commits")
-    with _about("a"):
+    with _errors_about("a"):
         found = await _context(request).llm.diff(a, b, owner=request.state.owner)
     return JsonAnswer(
         {
@@ -94,7 +94,7 @@ async def delete_diff(request: Request) -> Response:
 @router.get("/{name:path}")
 async def log(name: str, request: Request) -> Response:
     """List a commit and all before it, the latest first."""
-    with _about("name"):
+    with _errors_about("name"):
         found = await _context(request).llm.log(name, owner=request.state.owner)
     return JsonAnswer({"object": "list", "data": [commit_object(one) for one in found]})
 
@@ -102,7 +102,7 @@ async def log(name: str, request: Request) -> Response:
 @router.delete("/{name:path}")
 async def delete(name: str, request: Request) -> Response:
     """Forget a branch. Its commits stay until the operator collects garbage."""
-    with _about("name"):
+    with _errors_about("name"):
         head = await _context(request).llm.delete(name, owner=request.state.owner)
     return JsonAnswer({"name": name, "object": "branch", "deleted": True, "commit": head})
 
@@ -112,5 +112,5 @@ def _context(request: Request) -> Context:
     return context
 
 
-def _about(param: str) -> AbstractContextManager[None]:
+def _errors_about(param: str) -> AbstractContextManager[None]:
     return naming({}, param, (InvalidArgument, NotFound))

@@ -23,7 +23,7 @@ from quire.async_llm.session import inner_session
 from quire.base.errors import NotDurable
 from quire.server.http import logs
 from quire.server.http.errors import hiding
-from quire.sessions.durable import KeptSessions, saving
+from quire.sessions.durable import KeptSessions, durable_errors
 from quire.store.adoption import adopt
 from quire.store.journal import End, Lifetime, Moment, SessionRecord, Use
 
@@ -79,7 +79,7 @@ class SessionKeeper:
         try:
             if with_state:
                 path = self._kept.journal.new_state(name)
-                with saving(path):
+                with durable_errors(path):
                     await held.save(path, use_tqdm=False)
                 record = replace(record, state=path.name)
                 if is_gone():

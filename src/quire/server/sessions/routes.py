@@ -83,7 +83,7 @@ async def create(body: CreateBody, request: Request) -> Response:
     check_variables(body.chat_template_kwargs)
     adapter = context.adapter_of(body.model)
     context.sessions.lifetime(body.ttl, pinned=body.pin)
-    with context.sessions.room(_owner(request)), _about("prompt" if body.messages is None else "messages"):
+    with context.sessions.room(_owner(request)), _errors_about("prompt" if body.messages is None else "messages"):
         prompt: Any = [] if body.prompt is None else body.prompt
         if isinstance(prompt, str):
             prompt = await unless_gone(request, encoded(context, prompt, endless=body.window is not None))
@@ -92,7 +92,7 @@ async def create(body: CreateBody, request: Request) -> Response:
 
 async def _made(request: Request, body: CreateBody, prompt: Any, adapter: str | None) -> Response:
     context = _context(request)
-    with _about(None):
+    with _errors_about(None):
         name, labels = checked_name(body.name), checked_labels(body.labels or {})
     session = await context.llm.session(
         prompt,
@@ -200,7 +200,7 @@ async def upload(
     context = _context(request)
     if session_id is not None and not SESSION_ID.fullmatch(session_id):
         raise bad_field("id", f"id must be 'session-' and 32 hexadecimal digits, got {session_id[:60]!r}")
-    with _about("label"):
+    with _errors_about("label"):
         called, labels = checked_name(name), checked_labels(labels_of(label))
     require_file(request)
     with context.sessions.room(_owner(request)):
@@ -243,7 +243,7 @@ def _params_of_all(context: Context, body: GenerateManyBody) -> list[SamplingPar
 async def checkout(body: CheckoutBody, request: Request) -> Response:
     """Make a session that continues a branch or a commit."""
     context, owner = _context(request), _owner(request)
-    with _about(None):
+    with _errors_about(None):
         name, labels = checked_name(body.name), checked_labels(body.labels or {})
     with context.sessions.room(owner):
         with naming({}, "branch", (InvalidArgument, NotFound)):
@@ -273,7 +273,7 @@ async def describe(session_id: str, request: Request, rewind_to: RewindTo = None
     costs = None
     if held.busy is None:
         # A call has begun meanwhile; or it has ended, and the session is shorter.
-        with _about("rewind_to"), suppress(FailedPrecondition, *([] if rewind_to else [InvalidArgument])):
+        with _errors_about("rewind_to"), suppress(FailedPrecondition, *([] if rewind_to else [InvalidArgument])):
             costs = await asyncio.gather(*(session.rewind_cost(position) for position in positions))
     content: dict[str, Any] = {}
     if tokens:
@@ -337,7 +337,7 @@ async def append(session_id: str, body: TextBody, request: Request) -> Response:
     """Add text (without BOS) or token ids, and run them."""
     content: Any = body.content()
     async with _used(request, session_id, "append") as session:
-        with _about("tokens" if body.text is None else "text"):
+        with _errors_about("tokens" if body.text is None else "text"):
             content = await unless_gone(request, added(_context(request), session, content))
             await unless_gone(request, session.append(content))
             return JsonAnswer({"id": session_id, "num_tokens": len(session)})
@@ -366,7 +366,7 @@ async def generate(session_id: str, body: GenerateBody, request: Request) -> Res
     )
     if prefetching:
         return await prefetched(request, context, body, stream, params, hints)
-    with _about(
+    with _errors_about(
         None if body.prompt is None and body.messages is None else "messages" if body.prompt is None else "prompt"
     ):
         await unless_gone(request, stream.begin())
@@ -381,7 +381,7 @@ async def score(session_id: str, body: TextBody, request: Request) -> Response:
     """Score text or tokens after the session, which stays as it is: their log-probabilities."""
     content: Any = body.content()
     async with _used(request, session_id, "score") as session:
-        with _about("tokens" if body.text is None else "text"):
+        with _errors_about("tokens" if body.text is None else "text"):
             content = await unless_gone(request, added(_context(request), session, content))
             scores = [finite(one) for one in await unless_gone(request, session.score(content))]
     return await long_answer({"id": session_id, "tokens": content, "logprobs": scores, "total_logprob": sum(scores)})
@@ -394,13 +394,13 @@ async def score(session_id: str, body: TextBody, request: Request) -> Response:
 async def fork(session_id: str, body: ForkBody, request: Request) -> Response:
     """Fork a session: copies that share all pages with it until they are written to."""
     context, owner = _context(request), _owner(request)
-    with _about(None):
+    with _errors_about(None):
         name, labels = checked_name(body.name), checked_labels(body.labels or {})
     async with _used(request, session_id, "fork") as session:
         with context.sessions.room(owner, body.n):
             held = context.sessions.get(owner, session_id)
             ttl = context.sessions.lifetime(held.ttl if body.ttl is None else body.ttl, pinned=session.pinned)
-            with _about("at"):
+            with _errors_about("at"):
                 children = await session.fork(body.at, n=body.n)
             try:
                 labels = session.labels if body.labels is None else labels
@@ -420,7 +420,7 @@ async def rewind(session_id: str, body: RewindBody, request: Request) -> Respons
         found = "neither" if body.to is None else "both"
         raise bad_field("to", f"to or n is needed, one of them; got {found}")
     async with _used(request, session_id, "rewind") as session:
-        with _about("n" if body.to is None else "to"):
+        with _errors_about("n" if body.to is None else "to"):
             replayed = await session.rewind(body.to, body.n)
             return JsonAnswer({"id": session_id, "num_tokens": len(session), "replayed": replayed})
 
@@ -510,6 +510,6 @@ async def _used(request: Request, session_id: str, verb: str) -> AsyncIterator[A
         yield held.session
 
 
-def _about(param: str | None) -> AbstractContextManager[None]:
+def _errors_about(param: str | None) -> AbstractContextManager[None]:
     """Name ``param`` in errors about arguments that are about no other field."""
     return naming(FIELDS, param, (InvalidArgument, Unsupported))

@@ -1,16 +1,14 @@
-"""The plain format: rows of K and V lie in pages as they were written. And formats by name."""
+"""The plain format: rows of K and V lie in pages as they were written."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from quire.base.config import DTYPES, KV_FORMATS
 from quire.contracts.kv_format import PLAIN, Geometry, KVFormat, PlainRows, Plane
 
 
@@ -42,13 +40,3 @@ class PlainFormat(KVFormat):
     def view(self, shape: Geometry, planes: Mapping[str, Tensor]) -> PlainRows:
         """See ``KVFormat``."""
         return self.expand(shape, planes)
-
-
-def kv_format(name: str, dtype: torch.dtype) -> KVFormat:
-    """Return the format that ``kv_dtype`` names, or that a file names, for rows of a dtype; rows
-    of a dtype that ``name`` is. ``name``: "auto", or one of ``KV_FORMATS``."""
-    if name == "auto":
-        name = str(dtype).removeprefix("torch.")
-    module, _, kind = KV_FORMATS[name].partition(":")
-    found: KVFormat = getattr(import_module(module), kind)(getattr(torch, name) if name in DTYPES else dtype)
-    return found

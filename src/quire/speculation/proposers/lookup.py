@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
-from quire.speculation.proposer import NO_DRAFT, Context, Draft
+from quire.speculation.proposer import NO_DRAFT, Context, Draft, Proposer
 from quire.speculation.suffix_automaton import SuffixAutomaton
 
 OUTPUT_TOKENS = 32_768
@@ -150,7 +150,7 @@ class Reader:
                 self.match = Match(cursor.text, length, cursor.behind, False)
 
 
-class Lookup:
+class Lookup(Proposer):
     """Proposes the continuation of an earlier occurrence."""
 
     name = "lookup"

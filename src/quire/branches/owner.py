@@ -1,4 +1,4 @@
-"""``BranchPool``: the sequences of branches in one KV state, and how they are forked and cut."""
+"""``BranchOwner``: an owner of branches, which forks, cuts and removes their sequences."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from quire.kv.windows import Window
 from quire.runner.local import Runner
 
 
-class BranchPool(ABC):
-    """The branches of one owner. The caller holds the runner's lock."""
+class BranchOwner(ABC):
+    """An owner of branches over one runner: the engine, or the caches of an executor. The caller
+    holds the runner's lock."""
 
     @property
     @abstractmethod
@@ -54,7 +55,8 @@ class BranchPool(ABC):
         return seq
 
     def fork_of(self, seq: SeqId, length: int = -1) -> SeqId:
-        """Fork a sequence, or its first ``length`` tokens; return the fork. Copies no page."""
+        """Fork a sequence, or its first ``length`` tokens; return the fork. It shares the pages
+        (``kv.sequence_table``), and copies none."""
         fork = self.new_seq()
         self.apply(Fork(seq, fork, length))
         return fork
