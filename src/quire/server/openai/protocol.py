@@ -198,6 +198,10 @@ class GenerationBody(HintedBody, ParamsBody):
     """SGLang's name of the form ``regex``."""
     ebnf: str | None = None
     """SGLang's name of the form ``grammar``."""
+    timings_per_token: bool | None = None
+    """llama.cpp's: the last chunk has ``timings``, and with true each one."""
+    return_progress: bool | None = None
+    """llama.cpp's: chunks before the first token tell how far the prompt is."""
     grammar: str | None = None
     """llama.cpp's name of it, as is the next one of the form ``json``."""
     json_schema: GuidedJson = None
