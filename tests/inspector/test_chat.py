@@ -1049,6 +1049,10 @@ def test_exports_of_other_pages_keep_their_branches(visit: Visit, inspected: Ser
             assert page.locator(".thoughts:not([hidden])").count() == (title != "of ChatGPT")
         bring(page, tmp_path, LLAMA + LLAMA)
         expect(page.locator("#toasts")).to_contain_text("2 conversations were imported")
+        # Open WebUI 0.11 writes all conversations as lines.
+        (tmp_path / "lines.json").write_text("".join(f"{json.dumps(one)}\n" for one in WEBUI * 3))
+        page.locator("input[accept]").set_input_files(tmp_path / "lines.json")
+        expect(page.locator("#toasts")).to_contain_text("3 conversations were imported")
         wait_for(lambda: len(told(inspected.client, "/v1/chats")["data"]) >= 5)
         for one in told(inspected.client, "/v1/chats")["data"]:
             inspected.client.delete(f"/v1/chats/{one['id']}")

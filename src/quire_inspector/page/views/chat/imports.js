@@ -31,6 +31,13 @@ function parsed(text) {
   try {
     return JSON.parse(text);
   } catch (error) {
+    // Open WebUI writes a conversation a line.
+    const lines = text.trim().split("\n");
+    try {
+      if (lines.length > 1) return lines.map((line) => JSON.parse(line));
+    } catch {
+      // The first error says more.
+    }
     throw new Error(`the file is no JSON: ${error.message}`);
   }
 }
