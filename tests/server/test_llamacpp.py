@@ -140,6 +140,30 @@ def test_a_stream_tells_how_far_the_prompt_is(
     assert refused.status_code in (400, 404), "a refusal has its status"
 
 
+def test_an_answer_that_has_begun_goes_on(client: httpx.Client) -> None:
+    """The prompt is the template's, and the beginning behind it. ollama goes on without being
+    asked."""
+    said = [{"role": "user", "content": "def add(a, b):"}, {"role": "assistant", "content": "    retu"}]
+    chat: dict[str, Any] = {"messages": said, "temperature": 0, "max_tokens": 6, "continue_final_message": True}
+    found = client.post("/v1/chat/completions", json=chat).json()
+    prompt = post(client, "/apply-template", messages=said[:1])["prompt"] + "    retu"
+    ids = client.post("/tokenize", json={"content": prompt, "parse_special": True}).json()["tokens"]
+    wanted = post(client, prompt=ids)["content"]
+    assert found["choices"][0]["message"]["content"] == wanted
+    assert client.post("/apply-template", json=chat).json()["prompt"] == prompt
+    assert client.post("/v1/chat/completions", json={**chat, "add_generation_prompt": False}).json()["choices"][0][
+        "message"
+    ] == {"role": "assistant", "content": wanted, "refusal": None}
+    body = {"model": "tiny", "messages": said, "stream": False, "options": {"temperature": 0, "num_predict": 6}}
+    assert client.post("/api/chat", json=body).json()["message"]["content"] == wanted
+    session = client.post("/v1/sessions", json={}).json()["id"]
+    for wrong in ({"messages": said[:1]}, {"messages": said[1:]}, {"session_id": session}):
+        answer = client.post("/v1/chat/completions", json={**chat, **wrong})
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["param"] in ("continue_final_message", "messages")
+    client.delete(f"/v1/sessions/{session}")
+
+
 def test_settings_are_those_that_counted(client: httpx.Client) -> None:
     given: dict[str, Any] = {
         "temperature": 0.5,

@@ -301,6 +301,8 @@ class ChatRequest(GenerationBody):
     documents: list[dict[str, Any]] | None = None
     """A variable of the template."""
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    """Go on with the last message, the beginning of an answer; the answer is what follows it."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Further variables of the template, such as ``{"enable_thinking": false}``."""
 
