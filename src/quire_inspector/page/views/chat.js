@@ -10,7 +10,6 @@ import { SettingsForm } from "./chat/settings.js";
 import { Thread } from "./chat/thread.js";
 import { Tree, messagesOf } from "./chat/tree.js";
 import { TreePanel } from "./chat/tree_panel.js";
-import { aboutModel } from "./chat/about_model.js";
 
 export const title = "Chat";
 export const help = [
@@ -381,7 +380,7 @@ class Chat {
     this.app.fill(
       this.welcomeBox,
       el("h2", {}, "What shall we talk about?"),
-      el("p.hint", {}, overview ? ["With ", el("button.about", { type: "button", title: "About this model", onclick: () => aboutModel(this.app) }, named(overview.model?.name ?? "the model"))] : "Connecting…"),
+      el("p.hint", {}, overview ? ["With ", el("button.about", { type: "button", title: "About this model", onclick: () => import("./chat/about_model.js").then(({ aboutModel }) => aboutModel(this.app), this.app.fail) }, named(overview.model?.name ?? "the model"))] : "Connecting…"),
       el("ul.tips", {}, tips.map(([name, text]) => el("li", {}, icon(name), el("span", {}, text)))),
       this.composer.prompts.chips(),
     );
