@@ -109,7 +109,7 @@ class Chats:
             message = f"the conversation was changed meanwhile: its version is {present}, not {version}; read it again"
             raise ApiError(409, message, param="version", code="chat_changed")
         self._check_room(owner, before, len(text))
-        head = {"title": title, "version": version + 1, "updated": time.time(), "pinned": pinned}
+        head: dict[str, Any] = {"title": title, "version": version + 1, "updated": time.time(), "pinned": pinned}
         made = StoredChat(id=name, owner=owner, text=text, **head)
         self._held[name] = made
         if self._kept is not None:
