@@ -19,7 +19,7 @@ from tests.server.killable import killable
 
 import quire_inspector
 from quire.server.http.settings import ServerSettings
-from quire.server.openai import chat
+from quire.server.openai import chat, generation
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Locator, Page
@@ -706,6 +706,112 @@ def test_conversations_are_found_by_what_was_said(visit: Visit, inspected: Serve
     close_all(inspected.client)
 
 
+def test_what_stands_at_the_top_and_all_in_one_file(visit: Visit, inspected: Served, tmp_path: Path) -> None:
+    with talking(visit, inspected.url) as (page, _):
+        side = page.get_by_role("navigation", name="Conversations")
+        for text in ("first of two", "second of two"):
+            bring(page, tmp_path, [{**LLAMA[0], "conv": {**LLAMA[0]["conv"], "name": text}}])
+            expect(side.locator(".chat-link").first).to_contain_text(text)
+            written(page)
+        side.get_by_role("button", name="More about first of two").click()
+        page.get_by_role("dialog").get_by_role("button", name="Pin to the top").click()
+        expect(side.get_by_role("heading", name="Pinned")).to_be_visible()
+        expect(side.locator(".chat-link")).to_have_text(["first of two", "second of two"])
+        written(page)
+        page.reload()
+        expect(side.locator(".chat-link")).to_have_text(["first of two", "second of two"])
+        field(page).press("Control+Shift+O")
+        expect(page.locator(".chat-title")).to_contain_text("New chat")
+        with page.expect_download() as found:
+            page.get_by_role("button", name="Export and more").click()
+            page.get_by_role("dialog").get_by_role("button", name="All conversations").click()
+        saved = tmp_path / "conversations.json"
+        found.value.save_as(saved)
+        assert sorted(one["title"] for one in json.loads(saved.read_text())) == ["first of two", "second of two"]
+        for one in told(inspected.client, "/v1/chats")["data"]:
+            inspected.client.delete(f"/v1/chats/{one['id']}")
+        page.locator("input[accept]").set_input_files(saved)
+        expect(page.locator("#toasts")).to_contain_text("2 conversations were imported")
+        listed = told(inspected.client, "/v1/chats")["data"]
+        assert sorted((one["title"], one["pinned"]) for one in listed) == [
+            ("first of two", True),
+            ("second of two", False),
+        ]
+        field(page).press("Control+k")
+        expect(side.get_by_role("searchbox")).to_be_focused()
+        page.keyboard.press("Shift+Escape")
+        expect(field(page)).to_be_focused()
+        assert findings(page) == []
+        for one in listed:
+            inspected.client.delete(f"/v1/chats/{one['id']}")
+
+
+DROP = """(files) => { const data = new DataTransfer();
+    for (const [name, type, text] of files) data.items.add(new File([text], name, { type }));
+    const drop = (name) => document.querySelector(".messages").dispatchEvent(
+        new DragEvent(name, { dataTransfer: data, bubbles: true, cancelable: true }));
+    drop("dragover"); const shown = !document.querySelector(".chat-drop").hidden; drop("drop"); return shown; }"""
+
+
+def test_files_are_dropped_anywhere_and_refused_by_what_they_are(visit: Visit, inspected: Served) -> None:
+    with talking(visit, inspected.url) as (page, _):
+        files = [["notes.md", "", "# notes"], ["a.png", "image/png", "x"], ["b.pdf", "application/pdf", "x"]]
+        files += [["c.docx", "", "PK"], ["d.svg", "image/svg+xml", "<svg/>"], ["e.bin", "", "\0"]]
+        assert page.evaluate(DROP, files), "it is shown where they may be dropped"
+        attached = page.get_by_role("list", name="Attached files")
+        expect(attached.locator(".name")).to_have_text(["notes.md", "d.svg"])
+        expect(page.locator(".chat-drop")).to_be_hidden()
+        for said in ("a.png is a picture", "b.pdf is a PDF", "c.docx is an office document", "e.bin is no text file"):
+            expect(page.locator("#toasts")).to_contain_text(said)
+
+
+def test_what_the_model_is_and_what_counts_by_default(visit: Visit, inspected: Served) -> None:
+    with talking(visit, inspected.url) as (page, watch):
+        watch.allow("400")
+        page.get_by_role("button", name="tiny-chat").click()
+        expect(page.get_by_role("dialog", name="About the model")).to_contain_text("Context")
+        assert findings(page) == []
+        page.keyboard.press("Escape")
+        page.get_by_role("button", name="Settings", exact=True).click()
+        expect(page.get_by_label("Top p")).to_have_attribute("placeholder", "1")
+        page.get_by_label("Further fields").fill('{"stop": "%", "logit_bias": {"5": -100}}')
+        page.get_by_label("Further fields").press("Tab")
+        with page.expect_request(lambda one: one.url.endswith("/v1/chat/completions")) as sent:
+            ask(page, "x")
+        assert sent.value.post_data_json["logit_bias"] == {"5": -100}
+        for wrong, said in (('{"messages": []}', "must not have messages"), ('{"mirostat": 2}', "mirostat is not sup")):
+            page.get_by_label("Further fields").fill(wrong)
+            page.get_by_label("Further fields").press("Tab")
+            ask(page, "y")
+            expect(answers(page).last.get_by_role("alert")).to_contain_text(said)
+    close_all(inspected.client)
+
+
+def test_the_prompt_and_the_speed_are_told_while_they_run(
+    visit: Visit, inspected: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation, "PROGRESS", 0.001)
+    settings = {"sampling": {"temperature": 0, "max_tokens": 1500, "ignore_eos": True}}
+    seen = """() => { window.seen = new Set(); new MutationObserver(() => {
+        for (const one of document.querySelectorAll(".reading, .why-speed:not([hidden])")) if (one.textContent) seen.add(one.textContent);
+        }).observe(document.body, { subtree: true, childList: true, characterData: true, attributes: true }); }"""
+    with talking(visit, inspected.url, settings) as (page, _):
+        page.evaluate(seen)
+        field(page).fill("tell me more of it " * 150)
+        field(page).press("Enter")
+        speed = re.compile(r"[\d,]+ written, [\d.,]+ tokens/s")
+        expect(page.locator(".why-speed")).to_have_text(speed)
+        field(page).fill("too early")
+        field(page).press("Enter")
+        expect(page.locator("#toasts")).to_contain_text("Your text is kept")
+        expect(field(page)).to_have_value("too early")
+        page.keyboard.press("Escape")
+        settled(page)
+        expect(page.locator(".why-speed")).to_be_hidden()
+        assert any(re.fullmatch(r"[\d,]+ of [\d,]+ tokens read", one) for one in page.evaluate("[...seen]"))
+    close_all(inspected.client)
+
+
 def test_prompts_and_settings_are_kept(visit: Visit, inspected: Served) -> None:
     with talking(visit, inspected.url) as (page, _):
         field(page).fill("Review this code: ")
@@ -760,12 +866,56 @@ def test_markdown_code_and_mathematics(scheme: str, visit: Visit, inspected: Ser
             "https://example.org/a",
             "https://example.org/x.png",
         ]
+        with page.expect_download() as found:
+            message.get_by_role("button", name="Save").click()
+        assert found.value.suggested_filename == "code.py"
+        assert found.value.path().read_text().startswith("def add(a: int)")
+        menu(page, message, "Show as it was written")
+        expect(message.locator(".written")).to_have_text(TEXT)
+        menu(page, message, "Show as Markdown")
+        expect(message.locator(".katex").first).to_be_attached()
         expect(message.locator(".thoughts-text")).to_be_hidden()
         message.get_by_text("Thoughts").click()
         expect(message.locator(".thoughts-text")).to_have_text("first think")
         expect(answers(page).last.locator(".call")).to_contain_text("Calls weather")
         expect(page.get_by_label("Result of weather")).to_be_visible()
         assert findings(page) == []
+
+
+def test_what_an_answer_and_a_key_draw_is_counted(visit: Visit, inspected: Served, tmp_path: Path) -> None:
+    """A growing text makes elements of what is new in it, and a key those around the field: neither
+    depends on what stands there already."""
+    grows = """async () => {
+        const { Markdown } = await import("/inspector/views/chat/markdown.js");
+        const { el, fill, icon } = await import("/inspector/lib/dom.js");
+        const { textNodes, visible } = await import("/inspector/lib/text.js");
+        await import("/inspector/lib/vendor.js").then(({ script }) => script("markdown-it.min.js"));
+        const markdown = new Markdown({ el, fill, icon, textNodes, visible });
+        markdown.show("x");
+        await new Promise((done) => setTimeout(done));
+        const make = document.createElement.bind(document);
+        let count = 0, text = "";
+        document.createElement = (...given) => (count += 1, make(...given));
+        const block = "A *sentence* of `some` words.\\n\\n- one\\n- two\\n\\n```\\ncode\\n```\\n\\n";
+        const grow = () => { count = 0; for (const piece of block.repeat(20).match(/.{1,4}/gs)) markdown.show((text += piece)); return count; };
+        try { return [grow(), grow(), grow()]; } finally { document.createElement = make; }
+    }"""
+    watching = """() => { window.drawn = []; new MutationObserver((all) => { for (const one of all)
+        if (!one.target.parentElement?.closest(".ask-form, .statusbar, .sr-only")) drawn.push(one.target.className ?? one.target.nodeName); })
+        .observe(document.body, { subtree: true, childList: true, characterData: true, attributes: true }); }"""
+    with talking(visit, inspected.url) as (page, _):
+        first, second, third = page.evaluate(grows)
+        assert first > 100
+        assert max(second, third) <= 1.1 * first, "as many as before, though more stands there"
+        said = [{"role": ("user", "assistant")[at % 2], "content": TEXT} for at in range(60)]
+        bring(page, tmp_path, said)
+        expect(page.locator("article")).to_have_count(60)
+        page.wait_for_timeout(700)
+        field(page).focus()
+        page.evaluate(watching)
+        page.keyboard.type("typed behind sixty messages")
+        expect(field(page)).to_have_value("typed behind sixty messages")
+        assert page.evaluate("drawn") == []
 
 
 def test_the_first_paint_waits_for_no_script(browser: Browser, inspected: Served) -> None:
@@ -806,12 +956,16 @@ def test_right_to_left(visit: Visit, inspected: Served, tmp_path: Path) -> None:
         assert listed.evaluate("one => getComputedStyle(one).direction") == "rtl", "its dots stand on the right"
 
 
-@pytest.mark.parametrize("width", [360, 2560])
+@pytest.mark.parametrize("width", [360, 768, 2560])
 def test_small_and_large_screens(width: int, visit: Visit, inspected: Served, tmp_path: Path) -> None:
     with talking(visit, inspected.url, viewport={"width": width, "height": 740}) as (page, _):
         bring(page, tmp_path, [{"role": "user", "content": "w" * 400}, {"role": "assistant", "content": TEXT}])
         expect(answers(page).first.locator(".katex").first).to_be_attached()
         assert sideways(page) == []
+        last, pill = page.get_by_role("link", name="Playground").bounding_box(), page.locator(".pill").bounding_box()
+        assert last is not None
+        assert pill is not None
+        assert last["x"] + last["width"] <= (pill["x"] if width > 760 else width), "tabs end before the tools"
         for name in ("Branches", "Settings", "Conversations"):
             page.locator(".chat-head").get_by_role("button", name=name, exact=True).click(force=width > 999)
             page.wait_for_timeout(100)
@@ -895,6 +1049,10 @@ def test_exports_of_other_pages_keep_their_branches(visit: Visit, inspected: Ser
             assert page.locator(".thoughts:not([hidden])").count() == (title != "of ChatGPT")
         bring(page, tmp_path, LLAMA + LLAMA)
         expect(page.locator("#toasts")).to_contain_text("2 conversations were imported")
+        # Open WebUI 0.11 writes all conversations as lines.
+        (tmp_path / "lines.json").write_text("".join(f"{json.dumps(one)}\n" for one in WEBUI * 3))
+        page.locator("input[accept]").set_input_files(tmp_path / "lines.json")
+        expect(page.locator("#toasts")).to_contain_text("3 conversations were imported")
         wait_for(lambda: len(told(inspected.client, "/v1/chats")["data"]) >= 5)
         for one in told(inspected.client, "/v1/chats")["data"]:
             inspected.client.delete(f"/v1/chats/{one['id']}")

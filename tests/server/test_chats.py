@@ -39,12 +39,14 @@ def test_a_conversation_is_stored_by_versions(served: Served) -> None:
     found = client.get(f"/v1/chats/{NAMES[0]}").json()
     assert (found["document"], found["version"], found["title"]) == (changed, 2, "new")
     assert client.get(f"/v1/chats/{NAMES[1]}").json()["document"] == TREE
+    assert put(client, NAMES[1], 1, title="two", pinned=True).json()["pinned"] is True
+    assert put(client, NAMES[0], 2, changed, title="new").json()["pinned"] is False
     listed = client.get("/v1/chats").json()["data"]
-    assert [one["id"] for one in listed] == NAMES[:2], "the latest change first"
+    assert [(one["id"], one["pinned"]) for one in listed] == [(NAMES[0], False), (NAMES[1], True)], "the latest first"
     for name in NAMES[:2]:
         assert client.delete(f"/v1/chats/{name}").json()["deleted"] is True
         assert code(client.get(f"/v1/chats/{name}")) == (404, "not_found")
-        assert code(put(client, name, 2)) == (404, "not_found"), "a window that knows an old version hears of the end"
+        assert code(put(client, name, 3)) == (404, "not_found"), "a window that knows an old version hears of the end"
     assert client.get("/v1/chats").json()["data"] == []
 
 

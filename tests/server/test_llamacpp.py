@@ -13,6 +13,7 @@ import pytest
 
 from quire import AsyncLLM
 from quire.server.http.settings import ServerSettings
+from quire.server.openai import generation
 from quire.text.fill_middle import FillTokens
 
 from .conftest import OPTIONS, Served, serving, shallow_copy
@@ -105,6 +106,62 @@ def test_a_stream_has_the_same_text_and_ends_with_the_whole(client: httpx.Client
     assert (last["stop"], last["content"], last["tokens"]) == (True, "", [])
     assert last["generation_settings"] == {**whole["generation_settings"], "stream": True, "timings_per_token": True}
     assert last["stop_type"] == "limit"
+
+
+@pytest.mark.parametrize("path", ["/completion", "/v1/completions", "/v1/chat/completions", "in a session"])
+def test_a_stream_tells_how_far_the_prompt_is(
+    path: str, client: httpx.Client, chat_llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation, "PROGRESS", 0.001)
+    # A step takes 1 ms at least, so the prompt is seen under way.
+    text, is_chat = f"{path} " * 300, "chat" in path or "session" in path
+    body: dict[str, Any] = {"return_progress": True, "max_tokens": 4, "temperature": 0, "stream": True}
+    body |= {"messages": [{"role": "user", "content": text}]} if is_chat else {"prompt": text}
+    if path == "in a session":
+        body["session_id"] = client.post("/v1/sessions", json={}).json()["id"]
+        path = "/v1/chat/completions"
+    found = client.post(path, json=body)
+    assert found.status_code == 200, found.text
+    blocks = [block.removeprefix("data: ") for block in found.text.removesuffix("\n\n").split("\n\n")]
+    chunks = [json.loads(block) for block in blocks if block != "[DONE]"]
+    told = [one["prompt_progress"] for one in chunks if "prompt_progress" in one]
+    times = chunks[-1]["timings"]
+    total = times["prompt_n"] + times["cache_n"]
+    assert told
+    assert {one["total"] for one in told} == {total}
+    done = [one["processed"] for one in told]
+    assert done == sorted(done)
+    assert all(one["cache"] <= one["processed"] <= total for one in told)
+    assert "prompt_progress" in chunks[0]
+    assert times["predicted_n"] > 0
+    if "session_id" in body:
+        client.delete(f"/v1/sessions/{body['session_id']}")
+    refused = client.post("/v1/chat/completions", json={**body, "messages": [], "session_id": "sess-none"})
+    assert refused.status_code in (400, 404), "a refusal has its status"
+
+
+def test_an_answer_that_has_begun_goes_on(client: httpx.Client) -> None:
+    """The prompt is the template's, and the beginning behind it. ollama goes on without being
+    asked."""
+    said = [{"role": "user", "content": "def add(a, b):"}, {"role": "assistant", "content": "    retu"}]
+    chat: dict[str, Any] = {"messages": said, "temperature": 0, "max_tokens": 6, "continue_final_message": True}
+    found = client.post("/v1/chat/completions", json=chat).json()
+    prompt = post(client, "/apply-template", messages=said[:1])["prompt"] + "    retu"
+    ids = client.post("/tokenize", json={"content": prompt, "parse_special": True}).json()["tokens"]
+    wanted = post(client, prompt=ids)["content"]
+    assert found["choices"][0]["message"]["content"] == wanted
+    assert client.post("/apply-template", json=chat).json()["prompt"] == prompt
+    assert client.post("/v1/chat/completions", json={**chat, "add_generation_prompt": False}).json()["choices"][0][
+        "message"
+    ] == {"role": "assistant", "content": wanted, "refusal": None}
+    body = {"model": "tiny", "messages": said, "stream": False, "options": {"temperature": 0, "num_predict": 6}}
+    assert client.post("/api/chat", json=body).json()["message"]["content"] == wanted
+    session = client.post("/v1/sessions", json={}).json()["id"]
+    for wrong in ({"messages": said[:1]}, {"messages": said[1:]}, {"session_id": session}):
+        answer = client.post("/v1/chat/completions", json={**chat, **wrong})
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["param"] in ("continue_final_message", "messages")
+    client.delete(f"/v1/sessions/{session}")
 
 
 def test_settings_are_those_that_counted(client: httpx.Client) -> None:
@@ -236,7 +293,6 @@ def test_a_prompt_may_be_computed_afresh(client: httpx.Client) -> None:
         ({"n_indent": 4}, "n_indent"),
         ({"t_max_predict_ms": 10}, "t_max_predict_ms"),
         ({"n_cache_reuse": 256}, "n_cache_reuse"),
-        ({"return_progress": True}, "return_progress"),
         ({"post_sampling_probs": True}, "post_sampling_probs"),
         ({"samplers": ["top_k", "temperature"]}, "samplers"),
         ({"lora": [{"id": 0, "scale": 0.5}]}, "lora"),
@@ -265,7 +321,7 @@ def test_what_asks_for_nothing_is_taken(client: httpx.Client) -> None:
     nothing: dict[str, Any] = {"mirostat": 0, "mirostat_tau": 5.0, "typical_p": 1.0, "dry_multiplier": 0.0, "lora": []}
     nothing |= {"n_keep": 4, "n_discard": 0, "xtc_probability": 0, "t_max_predict_ms": 0, "cache_prompt": True}
     nothing |= {"repeat_last_n": 64, "repeat_penalty": 1.0, "n_probs": 0, "grammar": "", "stop": [], "id_slot": -1}
-    nothing |= {"n_cache_reuse": 0, "return_progress": False, "post_sampling_probs": False, "logit_bias": []}
+    nothing |= {"n_cache_reuse": 0, "post_sampling_probs": False, "logit_bias": []}
     assert post(client, prompt="x = 1", **nothing)["content"] == plain
     assert refused(client, prompt="x " * 5000)["code"] == "context_length_exceeded"
 

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from quire.async_llm.background import Background, Listener
 from quire.async_llm.stepper import Job
@@ -25,6 +25,16 @@ class SampleDelta(StreamDelta):
     """The sample's number, with ``SamplingParams(n=...)``."""
     logprobs: list[dict[int, Logprob]] | None = None
     """Log-probabilities of this delta's tokens, if they were asked for."""
+
+
+class PromptProgress(NamedTuple):
+    """How far a prompt is."""
+
+    done: int
+    """Tokens whose state exists."""
+    total: int
+    cached: int
+    """Tokens whose state was found, and did not run."""
 
 
 Prepared: TypeAlias = tuple[Job, Callable[[], RequestOutput]]
@@ -60,6 +70,14 @@ class AsyncStream(AsyncIterator[SampleDelta], AbstractAsyncContextManager["Async
         if self._job is None or not self._job.requests:
             raise FailedPrecondition("the stream has no output yet; ask for its first delta")
         return self._output()
+
+    @property
+    def prompt_progress(self) -> PromptProgress | None:
+        """Return how far the prompt is; None before it has begun."""
+        if self._job is None or not self._job.requests:
+            return None
+        first = self._job.requests[0]
+        return PromptProgress(first.num_prompt_run, first.asked.num_prompt, first.seat.reuse.cached)
 
     async def __anext__(self) -> SampleDelta:
         if self._busy:

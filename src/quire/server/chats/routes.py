@@ -25,6 +25,8 @@ class ChatBody(StrictBody):
     """The conversation; only the page reads it."""
     version: Annotated[int, Field(ge=0)] = 0
     """The version that was read; 0: the conversation is new."""
+    pinned: bool = False
+    """Whether the page lists it before the others."""
 
 
 @router.get("")
@@ -48,7 +50,9 @@ async def read(chat_id: str, request: Request) -> Response:
 @router.put("/{chat_id}")
 async def write(chat_id: str, body: ChatBody, request: Request) -> Response:
     """Store a conversation. 409, `chat_changed`: another window has stored it since `version`."""
-    made = await _chats(request).put(request.state.owner, chat_id, body.title, body.document, body.version)
+    made = await _chats(request).put(
+        request.state.owner, chat_id, body.title, body.document, body.version, pinned=body.pinned
+    )
     return JsonAnswer(made.summary())
 
 

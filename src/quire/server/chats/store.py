@@ -45,11 +45,19 @@ class StoredChat:
     """Unix time."""
     text: bytes
     """The document as JSON."""
+    pinned: bool = False
+    """Whether the page lists it before the others."""
 
     def summary(self) -> dict[str, Any]:
         """Return the entry of a list."""
         head = {"id": self.id, "object": "chat", "title": self.title}
-        return {**head, "version": self.version, "updated": self.updated, "bytes": len(self.text)}
+        return {
+            **head,
+            "version": self.version,
+            "updated": self.updated,
+            "bytes": len(self.text),
+            "pinned": self.pinned,
+        }
 
 
 class Chats:
@@ -81,7 +89,9 @@ class Chats:
             raise ApiError(404, f"there is no conversation {name[:60]!r}; it may have been deleted", code="not_found")
         return found
 
-    async def put(self, owner: str, name: str, title: str, document: dict[str, Any], version: int) -> StoredChat:
+    async def put(
+        self, owner: str, name: str, title: str, document: dict[str, Any], version: int, *, pinned: bool = False
+    ) -> StoredChat:
         """Store a conversation that was read as ``version`` (0: it is new), and return it when it
         is durable. Raise ``ApiError`` 400 for a bad id, 404 for one that was deleted, 409 if it was
         changed meanwhile, 429 beyond the limits; ``NotDurable`` if it cannot be written, and then
@@ -99,7 +109,8 @@ class Chats:
             message = f"the conversation was changed meanwhile: its version is {present}, not {version}; read it again"
             raise ApiError(409, message, param="version", code="chat_changed")
         self._check_room(owner, before, len(text))
-        made = StoredChat(id=name, owner=owner, title=title, version=version + 1, updated=time.time(), text=text)
+        head: dict[str, Any] = {"title": title, "version": version + 1, "updated": time.time(), "pinned": pinned}
+        made = StoredChat(id=name, owner=owner, text=text, **head)
         self._held[name] = made
         if self._kept is not None:
             try:
@@ -176,7 +187,7 @@ def _around(text: str, words: Sequence[str]) -> str:
 
 
 def _record(chat: StoredChat) -> SessionRecord:
-    head = json.dumps({"title": chat.title, "version": chat.version, "updated": chat.updated})
+    head = json.dumps({name: getattr(chat, name) for name in ("title", "version", "updated", "pinned")})
     return SessionRecord(
         id=chat.id,
         model={},

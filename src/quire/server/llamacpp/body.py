@@ -26,7 +26,6 @@ BANNED = -100.0
 
 UNSUPPORTED: Table = {
     "n_cache_reuse": ((0,), "POST /v1/completions takes segments, and blend"),
-    "return_progress": ((False,), "GET /v1/state/events tells how far prompts are"),
     "sse_ping_interval": ((-1,), "no pings are sent"),
     "session_id": ((), "give id_slot, or send it to POST /v1/completions"),
     "suffix": (("",), "POST /infill fills in text before a suffix"),
@@ -51,7 +50,6 @@ class LlamaBody(CompletionRequest):
     cache_prompt: bool | None = None
     """False: all of the prompt is computed."""
     return_tokens: bool | None = None
-    timings_per_token: bool | None = None
     response_fields: list[str] | None = None
     """The fields of the answer, of which a/b is b within a; all without them."""
     _no_answer: bool = PrivateAttr(default=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from quire.server.llamacpp.slots import SlotStream
 from quire.server.openai.generation import Source
 from quire.server.openai.logprobs import chat_logprobs
 from quire.server.openai.replies import Reply
+from quire.server.openai.timings import timings_of
 
 
 class BareEventStream(EventStream):
@@ -61,7 +61,6 @@ class LlamaReply(Reply):
         self._model = body.model or context.model_name
         self._settings = settings_of(params, context, body)
         self._samples: dict[int, _Sample] = {}
-        self._began = time.monotonic()
 
     # -- pieces ------------------------------------------------------------------------------------
 
@@ -76,7 +75,7 @@ class LlamaReply(Reply):
         if delta.token_ids or delta.text:
             found.append({**self._piece(number, delta, delta.token_ids), **self._probabilities(sample.entries)})
             if self._body.timings_per_token:
-                found[-1]["timings"] = self._timings(number, sample.tokens, self.outputs[number])
+                found[-1]["timings"] = self._sample_timings(number, sample.tokens, self.outputs[number])
         sample.entries = []
         if delta.finish_reason is not None:
             found.append({"end": delta, "number": number})
@@ -121,7 +120,7 @@ class LlamaReply(Reply):
             "stop_type": kind,
             "stopping_word": word,
             "tokens_cached": self._cached(output),
-            "timings": self._timings(number, sample.tokens, output),
+            "timings": self._sample_timings(number, sample.tokens, output),
             **self._probabilities(sample.entries),
         }
 
@@ -131,17 +130,8 @@ class LlamaReply(Reply):
     def _cached(self, output: RequestOutput) -> int:
         return output.num_cached_tokens if self.slot is None else self.slot.cached
 
-    def _timings(self, number: int, tokens: int, output: RequestOutput) -> dict[str, Any]:
-        now, metrics = time.monotonic(), output.metrics
-        first = metrics.first_token_time or metrics.finished_time or now
-        end = metrics.finished_time or now
-        cached = self._cached(output)
-        computed = len(output.prompt_token_ids) - cached
-        return {
-            "cache_n": cached,
-            **_rates("prompt", computed, max(0.0, first - self._began)),
-            **_rates("predicted", tokens, max(0.0, end - first)),
-        }
+    def _sample_timings(self, number: int, tokens: int, output: RequestOutput) -> dict[str, Any]:
+        return timings_of(output, tokens, cached=self._cached(output), began=self._began)
 
     # -- answers -----------------------------------------------------------------------------------
 
@@ -152,6 +142,8 @@ class LlamaReply(Reply):
     async def chunks(self, sources: Sequence[Source]) -> Chunks:
         async with aclosing(super().chunks(sources)) as stream:
             async for chunk in stream:
+                if (progress := chunk.get("prompt_progress")) is not None:
+                    yield {"index": 0, "content": "", "tokens": [], "stop": False, "prompt_progress": progress}
                 for choice in chunk["choices"]:
                     if (delta := choice.get("end")) is None:
                         yield choice
@@ -223,13 +215,4 @@ def settings_of(params: SamplingParams, context: Context, body: LlamaBody | None
         "post_sampling_probs": False,
         "lora": [],
         "n_ctx": context.longest,
-    }
-
-
-def _rates(name: str, count: int, seconds: float) -> dict[str, Any]:
-    return {
-        f"{name}_n": count,
-        f"{name}_ms": round(1000 * seconds, 3),
-        f"{name}_per_token_ms": round(1000 * seconds / count, 3) if count else 0.0,
-        f"{name}_per_second": round(count / seconds, 3) if seconds else 0.0,
     }

@@ -13,7 +13,9 @@ from quire.base.sampling_params import SamplingParams
 from quire.server.http.context import Context
 from quire.server.http.errors import bad_field
 from quire.server.http.foreign_fields import RENAMED, UNSUPPORTED
+from quire.server.ollama.models import template_of
 from quire.server.openai.protocol import Body, ChatRequest, CompletionRequest, GenerationBody
+from quire.server.tools.harmony import is_harmony
 
 LATEST = ":latest"
 """The tag that ollama's clients add to names."""
@@ -86,7 +88,12 @@ def chat_of(context: Context, body: ChatBody) -> ChatRequest:
     """Return the chat request that a body becomes. Raise ``ApiError`` 400 for a message that is not
     taken."""
     messages = _messages(body.messages or [])
-    return _request(ChatRequest, context, body, messages=messages, tools=body.tools or None, **_thinking(body))
+    last = messages[-1] if len(messages) > 1 else {}
+    # ollama goes on with an answer that has begun.
+    begun = last.get("role") == "assistant" and bool(last.get("content")) and not last.get("tool_calls")
+    goes_on = begun and not is_harmony(template_of(context) or "", context.settings.tool_call_parser)
+    fields = {"tools": body.tools or None, "continue_final_message": goes_on or None, **_thinking(body)}
+    return _request(ChatRequest, context, body, messages=messages, **fields)
 
 
 def chat_of_prompt(context: Context, body: GenerateBody) -> ChatRequest:

@@ -192,7 +192,9 @@ async def _answer_history(request: Request, asked: _Asked, made: Callable[..., C
     reply = made(request, context, body, params, tools, format)
     reply.hints, reply.unplaced = asked.hints, unplaced
     salt = context.salt(request.state.owner, body.cache_salt)
-    if blend is None:  # approximate state is of no use to a rerun
+    if blend is not None and chat.begun is not None:
+        raise bad_field("continue_final_message", "continue_final_message and blend exclude each other; leave one out")
+    if blend is None and chat.begun is None:  # approximate state is of no use to a rerun
         reply.rerun = partial(_rerun, context, chat, prompt, size, adapter=adapter, cache_salt=salt)
     if asked.prefetching:
         return await prefetch(request, context, reply, [prompt.ids], blend, adapter=adapter, cache_salt=salt)
@@ -252,7 +254,7 @@ async def _of_prompt(request: Request, body: ChatRequest, function: Callable[[Sp
 
     def run() -> T:
         with naming({}, "messages"):
-            asks = body.add_generation_prompt is not False
+            asks = chat.begun is not None or body.add_generation_prompt is not False
             return function(chat.texts, chat.render(chat.messages, chat.tools, asks=asks))
 
     return await in_texts(context, request, len(await request.body()), run)
@@ -271,6 +273,8 @@ def _tokenizer(context: Context) -> Tokenizer:
 def _check_session(body: ChatRequest) -> None:
     if body.cache_salt:
         raise bad_field("cache_salt", "cache_salt cannot be given with session_id; leave it out")
+    if body.continue_final_message:
+        raise bad_field("continue_final_message", "a session goes on by POST /v1/completions with session_id")
     if body.add_generation_prompt is False:
         raise bad_field("add_generation_prompt", "a session always answers; leave add_generation_prompt out")
 
@@ -313,7 +317,7 @@ def _rendered(
     (``Blend.unplaced``), how its answer is read, and the parameters for that. ``segmented``: the
     messages with marks; None: it is tokenised as a whole."""
     with naming({}, "messages"):
-        render = partial(chat.render, asks=body.add_generation_prompt is not False)
+        render = partial(chat.render, asks=chat.begun is not None or body.add_generation_prompt is not False)
         text = render(chat.messages, chat.tools)
         parts: Sequence[Segment | str] = [text]
         unplaced: tuple[str, ...] = ()

@@ -13,6 +13,7 @@ from quire.server.http.context import Context
 from quire.server.http.errors import bad_field, naming
 from quire.server.openai.cache_marks import Messages, Tools
 from quire.server.openai.protocol import ChatRequest, Reasoning
+from quire.server.tools.harmony import is_harmony
 from quire.server.tools.reasoning import reasoning_for
 from quire.sessions.chat_turns import next_turn_ids
 from quire.text.chat_rendering import render_chat, variables_of
@@ -51,6 +52,8 @@ class Conversation:
     text_limit: TextLimit | None
     allowed: Collection[str] | None = None
     """Names of the tools that the template sees; None: all."""
+    begun: str | None = None
+    """The beginning of the answer, in ``texts``' form, which the model is to go on with."""
 
     @classmethod
     def of(
@@ -69,11 +72,21 @@ class Conversation:
         if body.documents is not None:
             variables["documents"] = body.documents
         texts = SpelledTokens(tokenizer, template, body.messages, tools, variables)
+        messages, begun = list(body.messages), None
+        if body.continue_final_message:
+            if is_harmony(template, context.settings.tool_call_parser):
+                raise bad_field(
+                    "continue_final_message", "this model writes answers in channels, which have no beginning"
+                )
+            begun = texts.of_role("assistant", _begun(messages.pop()))
+            if not messages:
+                raise bad_field("messages", "continue_final_message needs a message before the one that goes on")
         return cls(
             tokenizer=tokenizer,
             texts=texts,
             template=template,
-            messages=body.messages,
+            messages=messages,
+            begun=begun,
             tools=tools,
             variables=variables,
             text_limit=context.llm.engine.checks.text_limit,
@@ -85,7 +98,7 @@ class Conversation:
         is to answer."""
         if tools is not None and self.allowed is not None:
             tools = [tool for tool in tools if tool["function"]["name"] in self.allowed]
-        return render_chat(
+        text = render_chat(
             self.template,
             self.texts.messages(messages),
             add_generation_prompt=asks,
@@ -93,12 +106,32 @@ class Conversation:
             text_limit=self.text_limit,
             **self.texts.variables(self.variables),
         )
+        if self.begun is None or not asks:
+            return text
+        reasoning = reasoning_for(self.template)
+        # What was said stands behind the thoughts that the template opens.
+        closed = reasoning is not None and reasoning.opened_by(text)
+        return f"{text}{reasoning.closer if closed and reasoning is not None else ''}{self.begun}"
 
     def next_turn(self, answer: Mapping[str, Any]) -> NDArray[np.int64]:
         """Return the tokens with which the prompt after this answer begins."""
         return next_turn_ids(
             lambda messages: self.render(messages, self.tools, asks=False), [*self.messages, answer], self.texts
         )
+
+
+def _begun(message: Mapping[str, Any]) -> str:
+    """Return the text of a message to go on with. Raise ``ApiError`` 400 for one that has none."""
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "".join(part.get("text") or "" for part in content if isinstance(part, Mapping))
+    if message.get("role") != "assistant" or message.get("tool_calls") or not isinstance(content, str):
+        raise bad_field(
+            "continue_final_message",
+            "continue_final_message goes on with the text of an assistant's message without calls, and the last one "
+            f"has the role {message.get('role')!r:.40}",
+        )
+    return content
 
 
 def check_variables(given: Mapping[str, Any] | None) -> None:

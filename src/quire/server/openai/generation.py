@@ -20,6 +20,7 @@ from starlette.requests import Request
 
 from quire.async_llm import AsyncSession, SampleDelta
 from quire.async_llm.session import inner_session
+from quire.async_llm.stream import PromptProgress
 from quire.base.errors import Cancelled, InvalidArgument
 from quire.base.outputs import CompletionOutput, FinishReason, Miss, RequestOutput, Reuse
 from quire.base.sampling_params import SamplingParams, StructuredOutputs
@@ -38,6 +39,8 @@ MAX_STOPS = 1_000
 """Most stop strings of a request."""
 MAX_STOP_CHARACTERS = 10_000
 """Most characters of all stop strings of a request."""
+PROGRESS = 0.3
+"""Seconds between two reports of how far a prompt is."""
 MAX_DIGITS = 20
 """Most digits of a key of ``logit_bias``; more than any token id has."""
 
@@ -51,6 +54,8 @@ class Source(AsyncIterable[SampleDelta], Protocol):
 
     @property
     def output(self) -> RequestOutput: ...
+    @property
+    def prompt_progress(self) -> PromptProgress | None: ...
     async def aclose(self) -> None: ...
 
 
@@ -250,6 +255,27 @@ async def deltas(sources: Sequence[Source]) -> AsyncGenerator[tuple[int, SampleD
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def with_progress(sources: Sequence[Source]) -> AsyncGenerator[tuple[int, SampleDelta] | PromptProgress, None]:
+    """Yield the same, and before the first delta of a source that is alone how far its prompt
+    is."""
+    async with aclosing(deltas(sources)) as stream:
+        first = asyncio.ensure_future(anext(stream, None))
+        told: PromptProgress | None = None
+        try:
+            while not (await asyncio.wait([first], timeout=PROGRESS))[0]:
+                progress = sources[0].prompt_progress if len(sources) == 1 else None
+                if progress is not None and progress != told:
+                    told = progress
+                    yield progress
+        finally:
+            first.cancel()  # without an effect on what is done
+            await asyncio.gather(first, return_exceptions=True)
+        if (delta := first.result()) is not None:
+            yield delta
+        async for delta in stream:
+            yield delta
 
 
 async def finished(source: Source) -> RequestOutput:

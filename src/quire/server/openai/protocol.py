@@ -198,6 +198,10 @@ class GenerationBody(HintedBody, ParamsBody):
     """SGLang's name of the form ``regex``."""
     ebnf: str | None = None
     """SGLang's name of the form ``grammar``."""
+    timings_per_token: bool | None = None
+    """llama.cpp's: the last chunk has ``timings``, and with true each one."""
+    return_progress: bool | None = None
+    """llama.cpp's: chunks before the first token tell how far the prompt is."""
     grammar: str | None = None
     """llama.cpp's name of it, as is the next one of the form ``json``."""
     json_schema: GuidedJson = None
@@ -297,6 +301,8 @@ class ChatRequest(GenerationBody):
     documents: list[dict[str, Any]] | None = None
     """A variable of the template."""
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    """Go on with the last message, the beginning of an answer; the answer is what follows it."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Further variables of the template, such as ``{"enable_thinking": false}``."""
 

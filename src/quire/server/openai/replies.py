@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -20,6 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.async_llm import SampleDelta
+from quire.async_llm.stream import PromptProgress
 from quire.base.errors import QuireError
 from quire.base.outputs import CompletionOutput, RequestOutput
 from quire.base.sampling_params import SamplingParams
@@ -29,9 +30,10 @@ from quire.server.http.errors import bad_field
 from quire.server.http.events import Chunk, Chunks, EventStream, JsonAnswer, unless_gone
 from quire.server.http.sites import page_reads_only
 from quire.server.openai.blend_fields import blend_body
-from quire.server.openai.generation import Source, Usage, deltas, finished, reuse_body, whole
+from quire.server.openai.generation import Source, Usage, deltas, finished, reuse_body, whole, with_progress
 from quire.server.openai.hint_fields import HintFields
 from quire.server.openai.protocol import GenerationBody, StreamOptions
+from quire.server.openai.timings import progress_of, timings_of
 from quire.server.sessions.bodies import ContinueBody
 from quire.server.sessions.streams import ClientSessionStream
 
@@ -62,6 +64,12 @@ class Reply(ABC):
         """Whether no other client has a part in the prefix cache that its prompts see."""
         request.state.tokens = self.usage.tokens
         self.stream = bool(body.stream)
+        asked = body if isinstance(body, GenerationBody) else None
+        self.tells_progress = asked is not None and self.stream and bool(asked.return_progress)
+        """Whether chunks tell how far the prompt is."""
+        self._timed = asked is not None and (asked.return_progress or asked.timings_per_token is not None)
+        self._timed_chunks = asked is not None and bool(asked.timings_per_token)
+        self._began = time.monotonic()
         options = body.stream_options or StreamOptions()
         self._with_usage = bool(options.include_usage)
         self._running_usage = bool(options.continuous_usage_stats)
@@ -111,7 +119,8 @@ class Reply(ABC):
 
     def quire(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """Return the reports beside the usage that OpenAI does not have: reuse and blending of the
-        prompts that ran, speculation, and outcomes of hints."""
+        prompts that ran, speculation, and outcomes of hints; and ``timings``, if they are asked
+        for."""
         found: dict[str, Any] = {}
         if ran := [self.outputs[number] for number in sorted(self.outputs)]:
             found["reuse"] = reuse_body(ran, alone=self._alone)
@@ -121,7 +130,7 @@ class Reply(ABC):
             found["speculation"] = sum(counts[1:], counts[0]).as_dict()
         if hints := self.hints.answers(dict(zip(sorted(self.outputs), outputs, strict=True))):
             found["hints"] = hints
-        return {"quire": found} if found else {}
+        return {**({"quire": found} if found else {}), **self._timings(self._timed)}
 
     async def chunks(self, sources: Sequence[Source]) -> Chunks:
         """Yield the answer as it comes."""
@@ -129,8 +138,12 @@ class Reply(ABC):
         # What was reused, and done with hints, is known at the end, and goes with the last chunk.
         held: Chunk | None = None
         try:
-            async with aclosing(deltas(sources)) as stream:
-                async for number, delta in stream:
+            async with aclosing(self._deltas(sources)) as stream:
+                async for item in stream:
+                    if isinstance(item, PromptProgress):
+                        yield {**head, "choices": [], "prompt_progress": progress_of(item, began=self._began)}
+                        continue
+                    number, delta = item
                     # A session of a batch may have failed before its prompt was run.
                     if number not in self.outputs and delta.finish_reason != "error":
                         self.begin(number, sources[number].output)
@@ -153,10 +166,23 @@ class Reply(ABC):
         if self._with_usage:
             yield {**head, "choices": [], "usage": self.usage.body(), **self.quire(outputs)}
 
+    def _deltas(self, sources: Sequence[Source]) -> AsyncGenerator[tuple[int, SampleDelta] | PromptProgress, None]:
+        return with_progress(sources) if self.tells_progress else deltas(sources)
+
     def _usage_of_chunk(self) -> dict[str, Any]:
+        timings = self._timings(self._timed_chunks)
         if self._running_usage:
-            return {"usage": self.usage.body()}
-        return {"usage": None} if self._with_usage else {}
+            return {"usage": self.usage.body(), **timings}
+        return {"usage": None, **timings} if self._with_usage else timings
+
+    def _timings(self, asked: bool | None) -> dict[str, Any]:
+        """Return ``timings`` of a prompt that is alone."""
+        if not asked or [*self.outputs] != [0]:
+            return {}
+        tokens = self.usage.tokens
+        return {
+            "timings": timings_of(self.outputs[0], tokens["completion"], cached=tokens["cached"], began=self._began)
+        }
 
 
 def head_of(context: Context, body: GenerationBody) -> dict[str, Any]:
@@ -218,7 +244,9 @@ async def answer_in_session(request: Request, reply: Reply, source: ClientSessio
         raise page_reads_only()
     if reply.stream:
         try:
-            await unless_gone(request, source.begin())
+            # A first chunk about the prompt comes when the session has raised all its refusals.
+            if not reply.tells_progress:
+                await unless_gone(request, source.begin())
         except BaseException:
             await source.aclose()
             raise

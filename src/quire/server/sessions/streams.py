@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from quire.async_llm import AsyncSession, AsyncStream, SampleDelta
+from quire.async_llm.stream import PromptProgress
 from quire.base.errors import FailedPrecondition, NotFound
 from quire.base.finalizers import unless_exiting
 from quire.base.hints import NO_HINTS, CacheHints
@@ -74,6 +75,11 @@ class ClientSessionStream(AsyncIterator[SampleDelta]):
         if self._stream is None:
             raise FailedPrecondition("the stream has no output yet; ask for its first delta")
         return self._stream.output
+
+    @property
+    def prompt_progress(self) -> PromptProgress | None:
+        """Return how far the prompt is; None before it has begun."""
+        return None if self._stream is None else self._stream.prompt_progress
 
     @property
     def session(self) -> AsyncSession:

@@ -21,8 +21,9 @@ export function isWriting(event) {
  * Call functions on keys within an element. A function that returns false leaves the key to the browser.
  * @param {HTMLElement} node
  * @param {Object<string, (event: KeyboardEvent) => any>} table by "ArrowDown", "F", "Shift+F", "Control+Enter"
+ * @param {AbortSignal} [signal] ends it
  */
-export function keys(node, table) {
+export function keys(node, table, signal) {
   const found = new Map(Object.entries(table).map(([name, fn]) => [name.length === 1 ? name.toUpperCase() : name, fn]));
   const listener = (event) => {
     const fn = found.get(combination(event));
@@ -31,7 +32,7 @@ export function keys(node, table) {
     if (plain && isWriting(event)) return;
     if (fn(event) !== false) event.preventDefault();
   };
-  node.addEventListener("keydown", listener);
+  node.addEventListener("keydown", listener, { signal });
   return () => node.removeEventListener("keydown", listener);
 }
 

@@ -22,6 +22,9 @@ export const help = [
   ["B", "Go back to a message, and branch there"],
   ["M", "What else can be done with a message"],
   ["N, W, S", "New conversation, its tree, its settings"],
+  ["Ctrl K", "Search in the conversations"],
+  ["Ctrl Shift O", "New conversation, also while you type"],
+  ["Shift Escape", "Back to the field"],
 ];
 
 /** Milliseconds between two looks for what other windows did. */
@@ -88,6 +91,8 @@ class Chat {
     this.threads = [this.makeThread(0)];
     const more = el("button.icon-button", { type: "button", "aria-label": "Export and more", title: "Export and more", onclick: () => this.exportMenu(more) }, icon("download"));
     this.shade = el("div.chat-shade", { hidden: true, onclick: () => this.closeDrawers() });
+    const drop = el("div.chat-drop", { hidden: true, "aria-hidden": "true" }, icon("attach"), "Text files go to the message, state files become conversations");
+    this.composer.takeDrops(this.root, drop);
     app.fill(
       this.root,
       this.list.element,
@@ -101,6 +106,7 @@ class Chat {
       ),
       this.panel,
       this.shade,
+      drop,
       this.exchange.input,
     );
     this.arrange();
@@ -110,6 +116,8 @@ class Chat {
       S: () => this.togglePanel("settings"),
       Escape: () => (this.runs.busy ? this.stop() : this.closeDrawers() ? undefined : false),
     });
+    // These work while somebody types, too.
+    app.keys(document, { "Control+K": () => this.toSearch(), "Control+Shift+O": () => this.begin(), "Shift+Escape": () => this.composer.focus() }, app.signal);
     const wide = matchMedia("(min-width: 1000px)");
     this.toggleSide(wide.matches);
     wide.addEventListener("change", () => this.toggleSide(wide.matches), { signal: app.signal });
@@ -138,6 +146,13 @@ class Chat {
     if (open && this.isNarrow) this.togglePanel(null);
     this.shade.hidden = !(this.isNarrow && (open || !this.panel.hidden));
     if (open && this.isNarrow) this.list.search.focus();
+  }
+
+  toSearch() {
+    if (document.querySelector("dialog[open]")) return;
+    this.toggleSide(true);
+    this.list.search.select();
+    this.list.search.focus();
   }
 
   /** Show the tree or the settings beside the conversation; null: neither. */
@@ -365,8 +380,9 @@ class Chat {
     this.app.fill(
       this.welcomeBox,
       el("h2", {}, "What shall we talk about?"),
-      el("p.hint", {}, overview ? ["With ", named(overview.model?.name ?? "the model")] : "Connecting…"),
+      el("p.hint", {}, overview ? ["With ", el("button.about", { type: "button", title: "About this model", onclick: () => import("./chat/about_model.js").then(({ aboutModel }) => aboutModel(this.app), this.app.fail) }, named(overview.model?.name ?? "the model"))] : "Connecting…"),
       el("ul.tips", {}, tips.map(([name, text]) => el("li", {}, icon(name), el("span", {}, text)))),
+      this.composer.prompts.chips(),
     );
     return this.welcomeBox;
   }
@@ -376,7 +392,7 @@ class Chat {
   /** Send a message to the branches that are shown. Returns whether it was taken. */
   ask(text, files, count) {
     if (this.runs.busy) {
-      this.app.announce("An answer is under way; stop it first, or wait");
+      this.app.notify("An answer is under way. Your text is kept; send it when the answer has come, or stop it first.");
       return false;
     }
     for (const thread of this.threads) thread.ask(text, structuredClone(files), count);
@@ -526,6 +542,7 @@ class Chat {
       other ? ["compare", "Compare with the branch beside", () => this.openBeside(tree.leafBelow(other.id))] : null,
       node.role === "assistant" ? ["again", "Three more answers", () => thread.answer(node.parent, 3)] : null,
       ["tag", node.name ? "Rename the branch" : "Name the branch", () => this.nameBranch(id)],
+      node.role === "assistant" ? ["token", thread.messages.get(id).asWritten ? "Show as Markdown" : "Show as it was written", () => thread.messages.get(id).turnWritten()] : null,
       ["pin", node.pin ? "Unpin" : "Pin its state", () => held.pin(id), closed, !can],
       ["commit", "Commit…", () => held.commit(id), closed, !can],
       ["download", "Save the state file", () => this.exchange.state(id), closed, !can],
@@ -548,15 +565,27 @@ class Chat {
       ["download", "Branch as messages (JSON)", () => exchange.messages(), "", none],
       ["download", "All branches (JSON)", () => exchange.all(), "", none],
       ["save", "Branch as a state file", () => exchange.state(this.leaf), can ? "" : "needs --allow-edits", none || !can],
+      ["download", "All conversations (JSON)", () => exchange.everything(), "", !this.library.list.length],
       ["upload", "Import a file…", () => exchange.choose()],
     ]);
   }
 
   chatMenu(one, anchor) {
     return this.menuOf(one.title || "Conversation", anchor, [
-      ["edit", "Rename", async () => (one.id === this.library.id || (await this.open(one.id)), this.rename())],
+      ["edit", "Rename", async () => (await this.opened(one.id), this.rename())],
+      ["pin", one.pinned ? "Unpin from the top" : "Pin to the top", () => this.pinChat(one)],
       ["trash", "Delete", () => this.removeChat(one)],
     ]);
+  }
+
+  async opened(id) {
+    if (id !== this.library.id) await this.open(id);
+  }
+
+  async pinChat({ id, pinned }) {
+    await this.opened(id);
+    [this.tree.pinned, this.tree.pinnedAt] = [!pinned, Date.now()];
+    this.library.touch({ soon: 0 });
   }
 
   async removeChat(one) {

@@ -51,10 +51,11 @@ export class ChatList {
   draw() {
     const { el, fill } = this.app;
     const focused = this.list.contains(document.activeElement) ? document.activeElement.dataset.id : null;
-    const all = (this.found ?? this.chat.library.list).slice(0, MOST);
+    const listed = this.chat.library.list;
+    const all = (this.found ?? [...listed.filter((one) => one.pinned), ...listed.filter((one) => !one.pinned)]).slice(0, MOST);
     const groups = new Map();
     for (const one of all) {
-      const name = this.found ? "Found" : dayOf(one.updated);
+      const name = this.found ? "Found" : one.pinned ? "Pinned" : dayOf(one.updated);
       if (!groups.has(name)) groups.set(name, []);
       groups.get(name).push(one);
     }

@@ -1,9 +1,12 @@
 // Code in messages: coloured by highlight.js once that is there, with its language and a button that copies it.
 
 import { script } from "../../lib/vendor.js";
+import { save } from "./exchange.js";
 
 /** Characters from which code stays without colours. */
 const LONGEST = 60_000;
+/** How files end, by the names of languages. */
+const ENDS = { bash: "sh", c: "c", cpp: "cpp", "c++": "cpp", csharp: "cs", css: "css", csv: "csv", diff: "diff", go: "go", html: "html", java: "java", javascript: "js", js: "js", json: "json", jsx: "jsx", kotlin: "kt", latex: "tex", lua: "lua", markdown: "md", md: "md", php: "php", py: "py", python: "py", r: "r", ruby: "rb", rust: "rs", sh: "sh", shell: "sh", sql: "sql", svg: "svg", swift: "swift", toml: "toml", ts: "ts", tsx: "tsx", typescript: "ts", xml: "xml", yaml: "yaml", yml: "yml" };
 
 /**
  * @param {object} app @param {string} text @param {string} language as the fence names it, or ""
@@ -12,12 +15,13 @@ export function codeBlock(app, text, language) {
   const { el, icon } = app;
   const code = el("code", {}, text);
   const name = /^[\w+#.-]{1,30}/.exec(language)?.[0] ?? "";
+  const saveButton = el("button.button.small", { type: "button", onclick: () => save(`code.${ENDS[name.toLowerCase()] ?? "txt"}`, [text], "text/plain") }, icon("download"), "Save");
   const copyButton = el("button.button.small.copy", { type: "button", onclick: () => copied(app, text, copyButton) }, icon("copy"), "Copy");
   if (name && text.length <= LONGEST) colour(app, code, text, name.toLowerCase());
   return el(
     "figure.code",
     { "aria-label": name ? `Code, ${name}` : "Code" },
-    el("figcaption", {}, el("span", {}, name || "text"), copyButton),
+    el("figcaption", {}, el("span", {}, name || "text"), el("span.code-does", {}, saveButton, copyButton)),
     el("pre", { tabindex: "0", dir: "ltr" }, code),
   );
 }

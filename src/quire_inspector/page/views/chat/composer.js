@@ -8,6 +8,14 @@ const LARGEST = 2_000_000;
 /** Characters of a pasted text from which it becomes a file. */
 const PASTED = 8_000;
 
+/** Files that hold no text, by their types and names, and what helps. */
+const KINDS = [
+  [/^image\/(?!svg)/, /\.(png|jpe?g|gif|webp|heic|bmp|tiff?)$/i, "is a picture; the models here read text"],
+  [/^(audio|video)\//, /\.(mp3|wav|ogg|m4a|mp4|mov|webm)$/i, "is a recording; the models here read text"],
+  [/^application\/pdf$/, /\.pdf$/i, "is a PDF; copy its text and paste it here, or convert it first, as pdftotext does"],
+  [/officedocument|opendocument|msword|ms-excel|ms-powerpoint/, /\.(docx?|xlsx?|pptx?|od[tsp])$/i, "is an office document; save it as text, Markdown or CSV first"],
+];
+
 /** Let an area be as high as its text, up to a share of the window, where the browser does not do so itself. */
 export function grow(area, share) {
   if (CSS.supports("field-sizing", "content")) return;
@@ -65,13 +73,23 @@ export class Composer {
       event.preventDefault();
       this.prompts.open();
     });
-    for (const name of ["dragover", "drop"]) {
-      this.element.addEventListener(name, (event) => {
+  }
+
+  /** Take files that are dropped anywhere on an element, over which `shade` then lies. */
+  takeDrops(root, shade) {
+    const show = (on) => (shade.hidden = !on);
+    const listen = (name, does) =>
+      root.addEventListener(name, (event) => {
         if (![...(event.dataTransfer?.types ?? [])].includes("Files")) return;
         event.preventDefault();
-        if (name === "drop") this.attach([...event.dataTransfer.files]);
+        does(event);
       });
-    }
+    listen("dragover", () => show(true));
+    listen("dragleave", (event) => root.contains(event.relatedTarget) || show(false));
+    listen("drop", (event) => {
+      show(false);
+      void this.attach([...event.dataTransfer.files]);
+    });
   }
 
   /** On phones, Enter begins a line. */
@@ -139,8 +157,13 @@ export class Composer {
   async attach(files) {
     this.input.value = "";
     for (const file of files) {
-      const text = await file.text();
-      if (/\u0000|\ufffd{3}/.test(text.slice(0, 10_000))) this.app.notify(`${this.app.visible(file.name, 80)} is no text file`, "error");
+      if (/\.quire$/i.test(file.name)) {
+        await this.chat.exchange.take(file);
+        continue;
+      }
+      const [, , why] = KINDS.find(([type, name]) => type.test(file.type) || name.test(file.name)) ?? [];
+      const text = why ? "" : await file.text();
+      if (why || /\u0000|\ufffd{3}/.test(text.slice(0, 10_000))) this.app.notify(`${this.app.visible(file.name, 80)} ${why ?? "is no text file"}.`, "error");
       else this.addFile(file.name, text);
     }
     this.focus();

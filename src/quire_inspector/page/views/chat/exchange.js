@@ -65,6 +65,13 @@ export class Exchange {
     save(`${this.name}.tree.json`, [JSON.stringify(this.chat.tree.document(), null, 1)], "application/json");
   }
 
+  /** Save all conversations, each with all branches. */
+  async everything() {
+    const found = await this.chat.library.everything();
+    save("conversations.json", [JSON.stringify(found)], "application/json");
+    this.app.announce(`${this.app.format.count(found.length, "conversation")} saved`);
+  }
+
   /** Save the state file of the branch: what the model remembers of it, to go on anywhere without computing. */
   async state(id) {
     const { id: session } = await this.chat.runs.sessionOf(id);

@@ -12,10 +12,11 @@ const ROLES = ["system", "user", "assistant", "tool"];
  */
 export function conversationsOf(text, name = "") {
   const found = parsed(text);
-  if (found?.format === FORMAT && found.nodes && typeof found.nodes === "object") return [{ document: new Tree(checked(found)).document(), leaf: null }];
+  const listed = Array.isArray(found) ? found : [found];
+  const own = (one) => one?.format === FORMAT && one.nodes && typeof one.nodes === "object";
+  if (listed.length && listed.every(own)) return listed.map((one) => ({ document: new Tree(checked(one)).document(), leaf: null }));
   const messages = Array.isArray(found) ? found : found?.messages;
   const readers = [ofLlama, ofOpenWebUi, ofChatGpt];
-  const listed = Array.isArray(found) ? found : [found];
   const reader = readers.find((one) => one(listed[0] ?? {}));
   if (reader) {
     const all = listed.map((one) => made(reader(one ?? {}))).filter(Boolean);
@@ -30,6 +31,13 @@ function parsed(text) {
   try {
     return JSON.parse(text);
   } catch (error) {
+    // Open WebUI writes a conversation a line.
+    const lines = text.trim().split("\n");
+    try {
+      if (lines.length > 1) return lines.map((line) => JSON.parse(line));
+    } catch {
+      // The first error says more.
+    }
     throw new Error(`the file is no JSON: ${error.message}`);
   }
 }

@@ -7,6 +7,10 @@ import { Tree, makeId } from "./tree.js";
 /** Milliseconds from a change to its writing. */
 const SOON = 600;
 
+/** Return what is sent of a conversation's document that was read as a version; 0: it is new. */
+const bodyOf = (document, version) => ({ title: (document.title ?? "").slice(0, 256), pinned: document.pinned === true, document, version });
+const byTime = (a, b) => b.updated - a.updated;
+
 export class Library {
   /** @param {object} app @param {{changed: () => void, listed: () => void, lost: (reason: string) => void}} hear */
   constructor(app, hear) {
@@ -136,7 +140,7 @@ export class Library {
     if (!this.dirty || !this.tree.size || this.isForeign) return;
     if (this.writing) return void this.writing.then(() => this.id && this.writeSoon());
     const { id, tree, version } = this;
-    const body = { title: tree.title.slice(0, 256), document: tree.document(), version };
+    const body = bodyOf(tree.document(), version);
     this.dirty = false;
     this.writing = this.app.put(`v1/chats/${id}`, body);
     try {
@@ -175,7 +179,7 @@ export class Library {
     try {
       const found = await this.app.get(`v1/chats/${id}`);
       tree.merge(found.document);
-      this.noteListed(await this.app.put(`v1/chats/${id}`, { title: tree.title.slice(0, 256), document: tree.document(), version: found.version }));
+      this.noteListed(await this.app.put(`v1/chats/${id}`, bodyOf(tree.document(), found.version)));
     } catch {
       const copy = chatCopies.get(id);
       if (copy) chatCopies.put({ ...copy, document: tree.document(), dirty: true });
@@ -184,7 +188,7 @@ export class Library {
 
   /** Write a new conversation that is not shown. */
   async addOther(document) {
-    this.noteListed(await this.app.put(`v1/chats/chat-${makeId(16)}`, { title: document.title.slice(0, 256), document, version: 0 }));
+    this.noteListed(await this.app.put(`v1/chats/chat-${makeId(16)}`, bodyOf(document, 0)));
   }
 
   /** Return the conversations that have all words: of the server, or of this browser while it is away. */
@@ -198,10 +202,18 @@ export class Library {
     }
   }
 
+  /** Return the documents of all conversations, the latest first. */
+  async everything() {
+    await this.write();
+    const found = [];
+    for (const { id } of this.list) found.push(id === this.id ? this.tree.document() : (await this.app.get(`v1/chats/${id}`)).document);
+    return found;
+  }
+
   // -- the list -------------------------------------------------------------------------
 
   noteListed(summary) {
-    this.list = [summary, ...this.list.filter((one) => one.id !== summary.id)].sort((a, b) => b.updated - a.updated);
+    this.list = [summary, ...this.list.filter((one) => one.id !== summary.id)].sort(byTime);
     this.hear.listed();
   }
 
@@ -232,16 +244,15 @@ export class Library {
       if (own && own.version > this.version && !this.writing) await this.pull().catch(() => {});
       if (this.dirty && own) this.writeSoon();
     } else if (!this.list.length) {
-      this.list = chatCopies.all().map((one) => ({ id: one.id, title: one.document.title ?? "", updated: one.updated ?? 0, version: one.version }));
-      this.list.sort((a, b) => b.updated - a.updated);
+      this.list = chatCopies.all().map((one) => ({ id: one.id, title: one.document.title ?? "", updated: one.updated ?? 0, version: one.version, pinned: one.document.pinned === true }));
+      this.list.sort(byTime);
     }
     this.hear.listed();
   }
 
   /** Send a conversation that only the browser has. */
   sendAgain(copy) {
-    const body = { title: (copy.document.title ?? "").slice(0, 256), document: copy.document, version: 0 };
-    this.app.put(`v1/chats/${copy.id}`, body).then(
+    this.app.put(`v1/chats/${copy.id}`, bodyOf(copy.document, 0)).then(
       (done) => {
         chatCopies.put({ ...copy, version: done.version, started: this.started, dirty: false });
         this.noteListed(done);

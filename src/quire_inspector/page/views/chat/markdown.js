@@ -36,6 +36,20 @@ export class Markdown {
     this.text = null;
   }
 
+  clear() {
+    this.text = null;
+    this.keys = [];
+    this.element.replaceChildren();
+  }
+
+  /** Show a text as it was written. */
+  written(text) {
+    if (text === this.text) return;
+    this.clear();
+    this.text = text;
+    this.element.append(this.app.el("pre.written", { tabindex: "0", dir: "auto" }, text));
+  }
+
   /** Show a text. */
   show(text) {
     if (text === this.text) return;
@@ -44,9 +58,7 @@ export class Markdown {
       loadMarkdown().then(
         () => {
           const now = this.text;
-          this.text = null;
-          this.keys = [];
-          this.element.replaceChildren();
+          this.clear();
           this.show(now);
         },
         () => {},

@@ -112,7 +112,7 @@ export class Message {
     const tag = (name, text, title) => el("span.tag", { title }, icon(name), text);
     fill(
       this.head,
-      el("span.message-role", {}, node.role === "tool" ? `Result of ${this.app.visible(node.tool ?? "a tool", 60)}` : ROLES[node.role] ?? node.role),
+      el("span.message-role", { title: new Date(node.created).toLocaleString() }, node.role === "tool" ? `Result of ${this.app.visible(node.tool ?? "a tool", 60)}` : ROLES[node.role] ?? node.role),
       node.name ? el("span.tag", {}, icon("tag"), named(node.name)) : null,
       node.commit ? tag("commit", this.app.visible(node.commit.name, 40), `commit ${node.commit.id}`) : null,
       node.pin ? tag("pin", "pinned", "Its state stays in the server's memory") : null,
@@ -134,7 +134,8 @@ export class Message {
       this.text = new Markdown(this.app);
       this.files = el("ul.message-files");
       this.calls = el("div.calls");
-      this.waiting = el("p.waiting", { role: "status", hidden: true }, el("span.dots", { "aria-hidden": "true" }, el("i"), el("i"), el("i")), el("span.sr-only", {}, "The answer is coming"));
+      this.reading = el("span.reading", { "aria-hidden": "true" });
+      this.waiting = el("p.waiting", { role: "status", hidden: true }, el("span.dots", { "aria-hidden": "true" }, el("i"), el("i"), el("i")), el("span.sr-only", {}, "The answer is coming"), this.reading);
       this.app.fill(this.body, this.thoughts, this.text.element, this.files, this.calls, this.waiting);
     }
     this.thoughts.hidden = !node.reasoning;
@@ -143,11 +144,22 @@ export class Message {
       this.thoughts.querySelector(".thoughts-title").textContent = this.isRunning && !node.content ? "Thinking…" : "Thoughts";
     }
     if (node.role === "user" || node.role === "system" || node.role === "tool") this.plain(node.content);
+    else if (this.asWritten) this.text.written(node.content);
     else this.text.show(node.content);
     this.text.element.hidden = !node.content;
     this.drawFiles(node);
     this.drawCalls(node);
     this.waiting.hidden = !(this.isRunning && !node.content && !node.calls?.length);
+    this.drawProgress();
+  }
+
+  /** Say how much of the prompt is read. */
+  drawProgress() {
+    const { el, fill, format } = this.app;
+    const { total, cache, processed } = this.chat.runs.progress(this.id) ?? {};
+    if (!total || this.waiting.hidden) return fill(this.reading);
+    const share = (processed - cache) / Math.max(1, total - cache);
+    return fill(this.reading, el("span.meter", {}, el("span", { style: { width: `${100 * share}%` } })), `${format.number(processed)} of ${format.count(total, "token")} read`);
   }
 
   /** What people wrote is shown as they wrote it; Markdown within it too, if it has code or formulas. */
@@ -238,6 +250,12 @@ export class Message {
       );
     }
     if (focused) (this.actions.querySelector("button") ?? this.element).focus();
+  }
+
+  /** Show the answer as the model wrote it, or as Markdown again. */
+  turnWritten() {
+    this.asWritten = !this.asWritten;
+    this.text.clear();
   }
 
   // -- doing -------------------------------------------------------------------------

@@ -13,6 +13,13 @@ export class Prompts {
     return this.kept.all().length > 0;
   }
 
+  /** Return buttons for the first few, to begin a conversation with. */
+  chips() {
+    const { el, named, visible } = this.composer.app;
+    const kept = this.kept.all().slice(0, 4);
+    return kept.length ? el("div.chips", { role: "group", "aria-label": "Your prompts" }, kept.map(({ name, value }) => el("button.button.small", { type: "button", title: visible(value, 200), onclick: () => this.composer.insert(String(value)) }, named(name)))) : null;
+  }
+
   /** Show them: to be put into the message, to be deleted, and the message to be kept as one. */
   open() {
     const { app } = this.composer;

@@ -9,6 +9,7 @@ import { messagesOf } from "./tree.js";
 const TTL = 30 * 86400;
 /** Milliseconds between two copies of a growing answer in the browser. */
 const COPY = 2000;
+const STREAMED = { stream: true, stream_options: { include_usage: true, continuous_usage_stats: true }, return_progress: true };
 
 export class Runs {
   /** @param {object} app @param {import("./library.js").Library} library @param {{changed: (id: string) => void, ended: (id: string) => void}} hear */
@@ -16,7 +17,7 @@ export class Runs {
     this.app = app;
     this.library = library;
     this.hear = hear;
-    /** Answers under way by their ids: {stop, tree, chat}. They go on while another conversation is shown. */
+    /** Answers under way by their ids: {stop, tree, chat, progress}. They go on while another conversation is shown. */
     this.running = new Map();
     /** The last fork under way of each session. */
     this.forks = new Map();
@@ -32,6 +33,11 @@ export class Runs {
     return [...this.running.values()].some((one) => one.tree === this.library.tree);
   }
 
+  /** How far the prompt of an answer under way is, as {total, cache, processed}; null before it is told, and once it is read. */
+  progress(id) {
+    return this.running.get(id)?.progress ?? null;
+  }
+
   stop(id) {
     this.running.get(id)?.stop.abort();
   }
@@ -45,7 +51,7 @@ export class Runs {
   start(tree, node, work) {
     const stop = new AbortController();
     const chat = this.library.id;
-    this.running.set(node.id, { stop, tree, chat });
+    this.running.set(node.id, { stop, tree, chat, progress: null });
     work(stop).finally(() => {
       this.running.delete(node.id);
       if (tree.get(node.id)) tree.patch(node.id, { pending: undefined });
@@ -97,11 +103,11 @@ export class Runs {
       const { count } = await app.post("tokenize", { prompt: before, add_special_tokens: false }, { signal });
       const left = (app.overview?.model?.max_length ?? 0) - tokens.length - count;
       if (left <= 0) throw Object.assign(new Error("The context is full"), { code: "context_length_exceeded", status: 400 });
-      const body = { max_tokens: left, ...sampling, prompt: [{ tokens }, { text: before }], stream: true, stream_options: { include_usage: true, continuous_usage_stats: true } };
+      const body = { max_tokens: left, ...sampling, prompt: [{ tokens }, { text: before }], ...STREAMED };
       for await (const { data } of app.stream("v1/completions", body, { signal })) {
         if (data.error) throw Object.assign(new Error(data.error.message), { code: data.error.code, status: 200 });
         const choices = (data.choices ?? []).map((choice) => ({ delta: { content: choice.text }, finish_reason: choice.finish_reason }));
-        this.take(got, { ...data, choices });
+        this.take(got, { ...data, choices }, node.id);
         this.show(tree, node, got, began);
       }
       tree.patch(node.id, { finish: got.finish ?? "stop" });
@@ -123,10 +129,10 @@ export class Runs {
         const asked = await this.ground(tree, node, settings, stop.signal, tries > 0);
         held = asked.session;
         try {
-          const body = { ...fields, ...asked.body, stream: true, stream_options: { include_usage: true, continuous_usage_stats: true } };
+          const body = { ...fields, ...asked.body, ...STREAMED };
           for await (const { data } of app.stream("v1/chat/completions", body, { signal: stop.signal })) {
             if (data.error) throw Object.assign(new Error(data.error.message), { code: data.error.code, status: 200 });
-            this.take(got, data);
+            this.take(got, data, node.id);
             const now = performance.now();
             this.show(tree, node, got, began);
             if (now - lastCopy > COPY && tree === this.library.tree) {
@@ -153,7 +159,8 @@ export class Runs {
   }
 
   /** Take over a chunk of the stream. */
-  take(got, data) {
+  take(got, data, id) {
+    this.running.get(id).progress = data.prompt_progress ?? null;
     got.usage = data.usage ?? got.usage;
     got.quire = data.quire ?? got.quire;
     const [choice] = data.choices ?? [];

@@ -42,6 +42,12 @@ export function requestFields(settings) {
     const tools = parsed("The tools", settings.tools, Array.isArray, "a list");
     found.tools = tools.map((tool) => (tool?.function ? tool : { type: "function", function: tool }));
   }
+  if (settings.more?.trim()) {
+    const more = parsed("The further fields", settings.more, (value) => value && typeof value === "object" && !Array.isArray(value), "an object");
+    const own = Object.keys(more).filter((name) => OWN.includes(name));
+    if (own.length) throw new Error(`The further fields must not have ${own.join(", ")}, which the page sets. Mend them in the settings.`);
+    Object.assign(found, more);
+  }
   return found;
 }
 
@@ -63,6 +69,11 @@ export function templateFields(settings) {
   return { ...(tools ? { tools } : {}), ...(Object.keys(variables).length ? { chat_template_kwargs: variables } : {}) };
 }
 
+/** Fields of a request that are the page's. */
+const OWN = ["messages", "prompt", "stream", "stream_options", "session_id", "n", "return_progress"];
+/** The names that /props has for fields. */
+const THEIRS = { repetition_penalty: "repeat_penalty" };
+const MORE_EXAMPLE = '{"presence_penalty": 0.5, "frequency_penalty": 0.2, "logit_bias": {"0": -100}}';
 const TOOL_EXAMPLE = '[{"name": "weather", "description": "The weather in a city", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}]';
 const SCHEMA_EXAMPLE = '{"type": "object", "properties": {"title": {"type": "string"}, "tags": {"type": "array", "items": {"type": "string"}}}, "required": ["title", "tags"]}';
 
@@ -89,8 +100,21 @@ export class SettingsForm {
       this.thinking(),
       this.area("schema", "JSON schema", { value: s.schema ?? "", rows: 3, mono: true, example: SCHEMA_EXAMPLE, help: "The answer is JSON that fits this schema." }),
       this.area("tools", "Tools", { value: s.tools ?? "", rows: 3, mono: true, example: TOOL_EXAMPLE, help: "Functions that the model may call, as a JSON list. You write their results." }),
+      this.area("more", "Further fields", { value: s.more ?? "", rows: 2, mono: true, example: MORE_EXAMPLE, help: "Fields of a chat request that have no place above, as a JSON object. The server refuses by name what it does not know how to do." }),
       this.hold(),
     );
+    void this.showDefaults();
+  }
+
+  /** Show what counts where nothing is given. */
+  async showDefaults() {
+    this.defaults ??= this.app.get("props").then((found) => found.default_generation_settings.params);
+    const params = await this.defaults.catch(() => ((this.defaults = undefined), {}));
+    for (const { name } of FIELDS) {
+      const value = params[THEIRS[name] ?? name];
+      const input = this.element.querySelector(`[name=${name}]`);
+      if (input && value !== undefined && !["seed", "max_tokens"].includes(name)) input.placeholder = String(value);
+    }
   }
 
   note(name, value) {

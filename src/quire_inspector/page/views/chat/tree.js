@@ -22,6 +22,9 @@ export class Tree {
     this.nodes = new Map(Object.entries(document.nodes ?? {}));
     this.title = document.title ?? "";
     this.titled = document.titled ?? 0;
+    /** Whether the list has it before the others, and since when. */
+    this.pinned = document.pinned ?? false;
+    this.pinnedAt = document.pinnedAt ?? 0;
     this.settings = document.settings ?? {};
     this.settled = document.settled ?? 0;
     /** The leaf that was last shown below each message, so that going back to a branch finds its end. */
@@ -29,8 +32,8 @@ export class Tree {
   }
 
   document() {
-    const { title, titled, settings, settled } = this;
-    return { format: FORMAT, title, titled, settings, settled, nodes: Object.fromEntries(this.nodes) };
+    const { title, titled, pinned, pinnedAt, settings, settled } = this;
+    return { format: FORMAT, title, titled, pinned, pinnedAt, settings, settled, nodes: Object.fromEntries(this.nodes) };
   }
 
   get size() {
@@ -133,6 +136,9 @@ export class Tree {
     }
     if ((document.titled ?? 0) > this.titled) {
       [this.title, this.titled, changed] = [document.title, document.titled, true];
+    }
+    if ((document.pinnedAt ?? 0) > this.pinnedAt) {
+      [this.pinned, this.pinnedAt, changed] = [document.pinned, document.pinnedAt, true];
     }
     if ((document.settled ?? 0) > this.settled) {
       [this.settings, this.settled, changed] = [document.settings, document.settled, true];

@@ -47,13 +47,23 @@ export class WhyBar {
     this.id = id;
     this.more = this.app.el("div.why-more", { hidden: true });
     this.row = this.app.el("button.why-row", { type: "button", "aria-expanded": "false", onclick: () => this.toggle() });
-    this.element = this.app.el("div.why", {}, this.row, this.more);
+    this.speed = this.app.el("span.why-speed", { hidden: true });
+    this.element = this.app.el("div.why", {}, this.speed, this.row, this.more);
   }
 
   show(node) {
     const { el, fill } = this.app;
     const figures = figuresOf(this.app, node);
-    this.element.hidden = !figures.some(([label]) => label !== "end") || this.chat.runs.has(this.id);
+    const running = this.chat.runs.has(this.id);
+    this.element.hidden = !figures.some(([label]) => label !== "end");
+    this.speed.hidden = !running;
+    this.row.hidden = running;
+    if (running) {
+      // What was reused and why is known at the end.
+      const told = figures.filter(([label]) => ["written", "tokens/s"].includes(label)).map(([label, value]) => `${value} ${label}`);
+      this.speed.textContent = told.join(", ");
+      return;
+    }
     const brief = figures.filter(([label]) => !["computed", "recomputed"].includes(label));
     fill(
       this.row,
