@@ -136,7 +136,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     parser.add_argument("--levels", default="", help=f"other instructions, with commas: {', '.join(LEVELS)}")
-    parser.add_argument("--heads", nargs="+", choices=list(SHAPES), default=list(SHAPES), help="sizes and kinds of heads")
+    parser.add_argument(
+        "--heads", nargs="+", choices=list(SHAPES), default=list(SHAPES), help="sizes and kinds of heads"
+    )
     parser.add_argument("--pool", type=int, default=256, help="MiB of K and V that the layers of a decode have")
     parser.add_argument("--small", action="store_true", help="small sizes, to see that it runs")
     arguments = parser.parse_args()

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from quire.base.errors import InvalidArgument, Unsupported
-from quire.cli.options import KeyOption, ModelOption, chosen_model, command
+from quire.cli.options import KeyOption, ModelOption, chosen_model, command, one_sentence
 
 bench_app = typer.Typer(
     help="Measure tok/s, time to first token and achieved over possible bandwidth: a table, then one JSON line.",
@@ -149,6 +149,21 @@ def bench_state(
         rounds=rounds,
         start=(lambda count: start_rows(count, name)) if name in bundled_models() else None,
     )
+
+
+@bench_app.command(
+    "peers",
+    short_help="Compare prefill and decode with the transformers, llama.cpp and vLLM that are installed.",
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def bench_peers(context: typer.Context) -> None:
+    """Compare runtimes, with the options of ``quire_bench.peer_table``, ``--help`` among them."""
+    with one_sentence():
+        with _measuring():
+            from quire_bench.peer_table import main
+
+        main(context.args)
 
 
 LOAD_OPTIONS: dict[str, tuple[Any, str]] = {

@@ -411,11 +411,21 @@ def calibrate(
 
 
 @command(app)
-def doctor() -> None:
-    """Say what is used here and why, and what to do about what does not work."""
-    from quire.cli.doctor import examine, print_findings
+def doctor(
+    model: Annotated[str | None, typer.Option("--model", "-m", help=MODEL_HELP, show_default=False)] = None,
+    measure: Annotated[bool, typer.Option(help="Measure this machine in five seconds; --model always does.")] = True,
+) -> None:
+    """Say what is used here and why, how fast models can be, and what to do about what does not
+    work."""
+    from quire.cli.doctor import examine, measured, print_findings
 
-    print_findings(examine())
+    findings = examine()
+    has_torch = any(one.name == "C++ kernels" for one in findings)
+    if has_torch and (measure or model is not None):
+        from quire.models.catalogue import resolve_model
+
+        findings += measured(None if model is None else resolve_model(model))
+    print_findings(findings)
 
 
 command(app)(top)
