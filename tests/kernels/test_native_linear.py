@@ -280,3 +280,27 @@ def test_weights_in_bfloat16_have_a_level_of_their_own() -> None:
         assert torch.equal(kernel.pack(weight_OI, None, form)(x_TI), other.pack(weight_OI, None, form)(x_TI))
     plain = NativeLinear(LIBRARY)
     assert plain.bfloat16_level in (WIDE, plain.level)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_parts_are_packed_like_the_whole(dtype: torch.dtype) -> None:
+    """Rows in several tensors, as a file has queries, keys and values."""
+    assert LIBRARY is not None
+    kernel = NativeLinear(LIBRARY)
+    parts = [torch.randn(rows, 48).to(dtype) for rows in (64, 32, 41)]
+    parts[1] = torch.randn(48, 32).to(dtype).t()  # whose rows are no neighbours in memory
+    bias_O = torch.randn(137)
+    found = kernel.pack_parts(parts, bias_O)
+    whole = kernel.pack(torch.cat(parts), bias_O, "bfloat16" if dtype == torch.bfloat16 else "float32")
+    assert found is not None
+    assert (found.weights.form, found.weights.outputs) == (whole.weights.form, 137)
+    assert torch.equal(found.weights.values, whole.weights.values)
+    x_TI = torch.randn(5, 48).to(dtype)
+    assert torch.equal(found(x_TI), whole(x_TI))
+    rounded = [part.bfloat16().float() for part in parts]
+    for some, form in ((rounded, "bfloat16"), ([*rounded[:2], torch.full((7, 48), 0.1)], "float32")):
+        made = kernel.pack_parts(some, None)
+        assert made is not None
+        assert made.weights.form == form
+    assert kernel.pack_parts(parts[::-1], None) is None  # a panel would have rows of two parts
+    assert kernel.pack_parts([part.half() for part in parts], None) is None

@@ -153,7 +153,7 @@ def bench_state(
 
 @bench_app.command(
     "peers",
-    short_help="Compare prefill and decode with the transformers, llama.cpp and vLLM that are installed.",
+    help="Compare prefill and decode with the transformers, llama.cpp and vLLM that are installed.",
     add_help_option=False,
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )
