@@ -22,6 +22,7 @@ import pytest
 import torch
 
 from quire.cli import main as cli
+from quire.cli.bench import PEER_OPTIONS
 from quire_bench.checkpoints import SHAPES, checkpoint, predicted_text
 from quire_bench.hardware import Hardware
 from quire_bench.peers import TransformersPeer
@@ -407,14 +408,15 @@ class TestCommandLine:
         assert module in capsys.readouterr().err
 
     def test_is_a_command_of_quire(self, bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Its options are its own, so all of them are handed on."""
         found: list[list[str]] = []
         monkeypatch.setattr(bench, "main", found.append)
-        for given in (["--quick", "--decode", "4x128"], ["--help"]):
-            monkeypatch.setattr(sys, "argv", ["quire", "bench", "peers", *given])
-            with pytest.raises(SystemExit) as ended:
-                cli.main()
-            assert (found.pop(), ended.value.code) == (given, 0)
+        given = ["--quick", "--decode", "4x128", "--rounds", "2", "--hardware-seconds", "0.5"]
+        monkeypatch.setattr(sys, "argv", ["quire", "bench", "peers", *given])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert (found, ended.value.code) == ([given], 0)
+        actions = {name for name, value in vars(bench.parsed([])).items() if name not in ("cells", "pythons")}
+        assert actions == set(PEER_OPTIONS)
 
     def test_vllm_gets_its_threads(self, bench: ModuleType, tmp_path: Path) -> None:
         (tmp_path / "bin").mkdir()

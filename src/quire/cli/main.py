@@ -15,8 +15,10 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -226,18 +228,22 @@ def serve(
     settings = ServerSettings(**given)
     _require_server("quire serve")
     from quire.async_llm import AsyncLLM
-    from quire.server.http.serving import serve as run
 
-    run(AsyncLLM(model, **chosen), settings)
+    # The server's modules are imported while the weights are packed, which leaves Python free.
+    with ThreadPoolExecutor(1) as other:
+        serving = other.submit(import_module, "quire.server.http.serving")
+        llm = AsyncLLM(model, **chosen)
+    serving.result().serve(llm, settings)
 
 
 def _require_server(what: str) -> None:
     """Raise ``Unsupported`` if the packages of the server are not installed."""
     try:
-        import quire.server.http.serving  # noqa: F401
+        import fastapi  # noqa: F401
+        import h11  # noqa: F401
+        import prometheus_client  # noqa: F401
+        import uvicorn  # noqa: F401
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] == "quire":
-            raise
         raise Unsupported(
             f"{what} needs the package {error.name or error}, which is not installed; pip install '.[server]' in Quire's folder brings it"
         ) from error
