@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.kernels.test_native_blocks import rows_of_blocks
 
 from quire.base.errors import InvalidArgument
 from quire.contracts.linear import WeightForm
@@ -269,17 +270,23 @@ def test_the_kernel_is_made_once() -> None:
 
 
 @pytest.mark.skipif(BEST < WIDE, reason="the processor has no AVX-512")
-def test_weights_in_bfloat16_have_a_level_of_their_own() -> None:
+def test_weights_in_bfloat16_and_blocks_have_a_level_of_their_own() -> None:
     """On a processor that multiplies pairs of bfloat16 slowly: codes keep the best level."""
     assert LIBRARY is not None
     kernel, wide, best = (NativeLinear(LIBRARY, level) for level in (BEST, WIDE, BEST))
-    kernel.bfloat16_level = WIDE
+    kernel.float_level = WIDE
     weight_OI, x_TI = torch.randn(70, 96, dtype=torch.bfloat16), torch.randn(9, 96, dtype=torch.bfloat16)
     kernels: dict[WeightForm, NativeLinear] = {"bfloat16": wide, "int8": best, "int4": best}
     for form, other in kernels.items():
         assert torch.equal(kernel.pack(weight_OI, None, form)(x_TI), other.pack(weight_OI, None, form)(x_TI))
+    blocks = [rows_of_blocks("Q4_K", 70, 256)]
+    found, expected = (one.pack_blocks(blocks, 256, None, torch.bfloat16) for one in (kernel, wide))
+    assert found is not None
+    assert expected is not None
+    x_TI = torch.randn(9, 256, dtype=torch.bfloat16)
+    assert torch.equal(found(x_TI), expected(x_TI))
     plain = NativeLinear(LIBRARY)
-    assert plain.bfloat16_level in (WIDE, plain.level)
+    assert plain.float_level in (WIDE, plain.level)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

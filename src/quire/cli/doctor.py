@@ -127,8 +127,8 @@ def _kernels() -> Finding:
     threads = "" if kernel.threaded else ", on one thread: PyTorch's libgomp was not found"
     linear = native_linear()
     used = "" if linear is None else f", linear maps those for {LEVELS[linear.level]}"
-    if linear is not None and linear.bfloat16_level != linear.level:
-        used += f", of weights in bfloat16 those for {LEVELS[linear.bfloat16_level]}, which are faster here"
+    if linear is not None and linear.float_level != linear.level:
+        used += f", of weights in bfloat16 and blocks those for {LEVELS[linear.float_level]}, which are faster here"
     return Finding("C++ kernels", f"built; models and adapters on the CPU use them{used}{threads}")
 
 

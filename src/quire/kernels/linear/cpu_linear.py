@@ -65,8 +65,8 @@ class NativeLinear:
             raise InvalidArgument(field="level", given=level, allowed=allowed)
         self.level: int = best if level is None else level
         slow = level is None and library.function("quire_slow_pairs", result=ctypes.c_int)()
-        self.bfloat16_level: int = WIDE if slow else self.level
-        """Of weights in bfloat16, if codes and blocks have another: it decides for any number of
+        self.float_level: int = WIDE if slow else self.level
+        """Of weights in bfloat16 and of blocks, if codes have another: it decides for any number of
         rows, so that a row's result does not depend on it."""
         self._parallel = library.parallel
         arguments = (pointer, pointer, pointer, number, number, number)
@@ -137,7 +137,7 @@ class NativeLinear:
             panel += len(part) // PANEL
         packed = PackedMatrix(form, outputs, inputs, group, values, scales)
         bias = None if bias_O is None else bias_O.float().contiguous()
-        level = self.bfloat16_level if form == "bfloat16" else self.level
+        level = self.float_level if form == "bfloat16" else self.level
         return NativeMap(self._run, packed, bias, parts[0].dtype, level, self._parallel)
 
     def pack_blocks(
@@ -159,7 +159,7 @@ class NativeLinear:
         outputs = sum(rows for _, rows in kinds)
         packed = PackedMatrix("blocks", outputs, inputs, GROUP, values, None, kinds)
         bias = None if bias_O is None else bias_O.float().contiguous()
-        return NativeMap(self._run, packed, bias, dtype, self.level, self._parallel)
+        return NativeMap(self._run, packed, bias, dtype, self.float_level, self._parallel)
 
     def pack_codes(self, parts: Sequence[CodeRows], bias_O: Tensor | None, dtype: torch.dtype) -> NativeMap | None:
         """See ``contracts.linear.CodeKernel``."""
