@@ -311,3 +311,17 @@ def test_parts_are_packed_like_the_whole(dtype: torch.dtype) -> None:
         assert made.weights.form == form
     assert kernel.pack_parts(parts[::-1], None) is None  # a panel would have rows of two parts
     assert kernel.pack_parts([part.half() for part in parts], None) is None
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
+@pytest.mark.parametrize("size", [1.0, 1e-36])
+def test_codes_for_many_rows_are_multiplied_as_for_few(form: WeightForm, size: float) -> None:
+    """Few rows by pairs of bfloat16, many by floats where pairs are slow: in the order of sums that
+    the product of pairs has, with numbers below 2^-126 as 0."""
+    assert LIBRARY is not None
+    kernel = NativeLinear(LIBRARY)
+    made = kernel.pack(torch.randn(70, 96).bfloat16(), torch.randn(70) * size, form)
+    x_TI = (torch.randn(151, 96) * size).bfloat16()
+    whole = made(x_TI)
+    for some in (3, 7):
+        assert torch.equal(torch.cat([made(x_TI[first : first + some]) for first in range(0, 151, some)]), whole)
