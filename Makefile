@@ -58,7 +58,7 @@ format: $(VENV)/.stamp-test  ## Let ruff mend what it can
 	$(BIN)/ruff format .
 
 bench: $(VENV)/.stamp-test  ## Benchmarks beside transformers, and LLAMA=PYTHON, VLLM=PYTHON (takes hours, and 12 GB of disk)
-	$(BIN)/python bench/peers.py --dtypes bfloat16,float32,int8,int4 $(if $(LLAMA),--llama $(LLAMA)) $(if $(VLLM),--vllm $(VLLM))
+	$(BIN)/quire bench peers --dtypes bfloat16,float32,int8,int4 $(if $(LLAMA),--llama $(LLAMA)) $(if $(VLLM),--vllm $(VLLM))
 	$(BIN)/python bench/state.py
 	$(BIN)/python bench/throughput.py
 	$(BIN)/python bench/overheads.py

@@ -26,9 +26,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from checkpoints import DEFAULT_DIRECTORY, SHAPES, Shape, checkpoint
 from quire import LLM, SamplingParams
 from quire.base.errors import InvalidArgument, Unsupported
+from quire_bench.checkpoints import DEFAULT_DIRECTORY, SHAPES, Shape, checkpoint
 from quire_bench.hardware import measure
 from quire_bench.latency import synchronize
 from quire_bench.reports import Spread, print_json, print_table, random_prompts

@@ -14,7 +14,7 @@ without packing weights, the maximum of many integers. Last, for each shape, whe
 without tiles on one with AMX: ``--levels AVX512-BF16 --prompt 512,2048,8192 --context 4096,32768``.
 
 ``python bench/attention.py [--context 4096] [--prompt 2048] [--batch 1,4,16] [--rounds 15] [--dtype
-bfloat16] [--levels NAMES] [--pool 256] [--small]``
+bfloat16] [--levels NAMES] [--heads NAME ...] [--pool 256] [--small]``
 """
 
 from __future__ import annotations
@@ -136,6 +136,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     parser.add_argument("--levels", default="", help=f"other instructions, with commas: {', '.join(LEVELS)}")
+    parser.add_argument(
+        "--heads", nargs="+", choices=list(SHAPES), default=list(SHAPES), help="sizes and kinds of heads"
+    )
     parser.add_argument("--pool", type=int, default=256, help="MiB of K and V that the layers of a decode have")
     parser.add_argument("--small", action="store_true", help="small sizes, to see that it runs")
     arguments = parser.parse_args()
@@ -154,7 +157,8 @@ def main() -> None:
     read = torch.zeros(max(1, limits["buffer_bytes"] // 4), dtype=torch.int32)
     rows, report = [], []
     with torch.inference_mode():
-        for name, shape in SHAPES.items():
+        for name in arguments.heads:
+            shape = SHAPES[name]
             works = [("decode", batch, context, 1) for context in contexts for batch in batches]
             for what, batch, keys, count in [*works, *(("prompt", 1, prompt, prompt) for prompt in prompts)]:
                 reads = count == 1

@@ -21,12 +21,12 @@ from typing import Any, Self
 
 import torch
 
-from checkpoints import DEFAULT_DIRECTORY, SHAPES, checkpoint, text_tokenizer
 from overheads import PLAN_TARGET, TOGETHER, shares, step_seconds
 from quire import LLM, SamplingParams
 from quire.base.errors import QuireError, Unsupported
 from quire.contracts.block_calls import RowLogits
 from quire.sampling.logit_edits import first_maxima
+from quire_bench.checkpoints import DEFAULT_DIRECTORY, SHAPES, checkpoint, text_tokenizer
 from quire_bench.reports import interleave, print_json, print_table, random_prompts
 
 READ = 64 << 20

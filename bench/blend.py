@@ -25,9 +25,9 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from checkpoints import DEFAULT_DIRECTORY, checkpoint
 from quire import LLM, SamplingParams
 from quire.base.segments import BlendParams, Segment
+from quire_bench.checkpoints import DEFAULT_DIRECTORY, checkpoint
 from quire_bench.hardware import measure
 from quire_bench.reports import Comparison, Spread, interleave, print_json, print_table, random_prompts
 

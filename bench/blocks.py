@@ -15,12 +15,12 @@ import statistics
 import time
 from typing import Any
 
-from checkpoints import checkpoint
 from quire import LLM, SamplingParams
 from quire.base.errors import QuireError, Unsupported
 from quire.kernels.native_library import native_problem
 from quire.models.blocks import PreNormBlock
 from quire.sessions.session import Session
+from quire_bench.checkpoints import checkpoint
 from quire_bench.reports import print_json, print_table
 
 PROMPT = [1, 5, 9] * 40

@@ -25,12 +25,12 @@ import numpy
 import torch
 from torch import Tensor
 
-from peer_process import PeerProcess
-from peers import started
 from quire.base.config import EngineConfig
 from quire.base.types import Add, Chunk, Remove, Step
 from quire.build import Parts, build
 from quire.text.tokenizer import Tokenizer
+from quire_bench.peer_process import PeerProcess
+from quire_bench.peer_table import started
 from quire_bench.reports import print_json, print_table
 from quire_bench.texts import ROOT, mixed_lines
 

@@ -20,8 +20,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from peer_process import PeerFailed, PeerProcess
-from peers import Cell, parse_cells, started
+from quire_bench.peer_process import PeerFailed, PeerProcess
+from quire_bench.peer_table import Cell, parse_cells, started
 from quire_bench.reports import interleave, print_json, print_table, random_prompts
 
 WORKERS = {"blocks": "quire", "expanded": "quire-expanded", "llama.cpp": "llama.cpp"}

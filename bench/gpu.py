@@ -49,7 +49,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from checkpoints import DEFAULT_DIRECTORY
 from gpu_pieces import copies, draws, expert_products, float8_products
 from gpu_recurrence import recurrences
 from quire import LLM, SamplingParams
@@ -62,6 +61,7 @@ from quire.kernels.attention.sdpa import SdpaAttention
 from quire.kernels.attention.triton_attention import Settings, TritonAttention
 from quire.kernels.linear.float8 import Float8Linear, float8_problem
 from quire.kernels.triton_support import triton_problem
+from quire_bench.checkpoints import DEFAULT_DIRECTORY
 from quire_bench.hardware import Hardware, free_bytes
 from quire_bench.latency import run_latency, synchronize
 from quire_bench.reports import print_json, print_table

@@ -30,10 +30,10 @@ from typing import Any
 
 from safetensors import safe_open
 
-from checkpoints import DEFAULT_DIRECTORY, DRAWN, drawn
-from peer_process import PeerFailed, PeerProcess
-from peers import Cell, parse_cells, started
+from quire_bench.checkpoints import DEFAULT_DIRECTORY, DRAWN, drawn
 from quire_bench.hardware import Hardware, measure
+from quire_bench.peer_process import PeerFailed, PeerProcess
+from quire_bench.peer_table import Cell, parse_cells, started
 from quire_bench.reports import interleave, print_json, print_table, random_prompts
 
 SHAPES = ("qwen3.5-325m", "bamba-250m", "lfm2-245m")

@@ -33,7 +33,6 @@ import quire.engine.sampling_step
 import quire.engine.steps
 import quire.sampling.logit_edits
 import quire.sampling.sampler
-from checkpoints import DEFAULT_DIRECTORY, SHAPES, checkpoint, text_tokenizer
 from quire import LLM, SamplingParams
 from quire.base.errors import QuireError
 from quire.engine.engine import Engine
@@ -44,6 +43,7 @@ from quire.kv.state_pass import StatePass
 from quire.sampling.request_sampler import RequestSampler
 from quire.sampling.sampled_tokens import SampledTokens
 from quire.text.detokenizer import IncrementalDetokenizer
+from quire_bench.checkpoints import DEFAULT_DIRECTORY, SHAPES, checkpoint, text_tokenizer
 from quire_bench.latency import synchronize
 from quire_bench.reports import Spread, interleave, print_json, print_table, random_prompts
 

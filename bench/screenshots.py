@@ -293,8 +293,8 @@ def recurrent_model(folder: Path) -> Path:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from checkpoints import DRAWN
     from quire.models.catalogue import bundled_models
+    from quire_bench.checkpoints import DRAWN
 
     bundled = bundled_models()["tiny-python"]
     vocabulary = AutoConfig.from_pretrained(bundled).vocab_size

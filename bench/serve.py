@@ -21,10 +21,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from checkpoints import DEFAULT_DIRECTORY, SHAPES, checkpoint, text_tokenizer
 from quire.async_llm import AsyncLLM
 from quire.base.errors import InvalidArgument, QuireError
 from quire.base.sampling_params import SamplingParams
+from quire_bench.checkpoints import DEFAULT_DIRECTORY, SHAPES, checkpoint, text_tokenizer
 from quire_bench.reports import Spread, print_json, print_table
 from quire_bench.serve_client import ServeClient
 from quire_bench.serve_load import LoadResult, Record, Target, send_load

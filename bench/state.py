@@ -11,8 +11,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from checkpoints import DEFAULT_DIRECTORY, checkpoint
 from quire.base.errors import QuireError
+from quire_bench.checkpoints import DEFAULT_DIRECTORY, checkpoint
 from quire_bench.state import run_state, start_rows
 
 

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from checkpoints import DEFAULT_DIRECTORY, DRAWN, drawn
 from quire.base.errors import QuireError
+from quire_bench.checkpoints import DEFAULT_DIRECTORY, DRAWN, drawn
 from quire_bench.hardware import Hardware, measure
 from quire_bench.reports import print_json, print_table
 from quire_bench.reuse import CacheRow, Turn, cache_row, fresh_texts, second_turns

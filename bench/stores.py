@@ -32,9 +32,9 @@ from typing import Any
 import torch
 
 from agent_trace import AgentTrace, Played
-from checkpoints import DEFAULT_DIRECTORY, DRAWN, SHAPES, checkpoint, drawn
 from quire import LLM, SamplingParams
 from quire.base.errors import QuireError
+from quire_bench.checkpoints import DEFAULT_DIRECTORY, DRAWN, SHAPES, checkpoint, drawn
 from quire_bench.hardware import measure
 from quire_bench.reports import Spread, interleave, print_json, print_table, random_prompts
 

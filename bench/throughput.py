@@ -18,12 +18,12 @@ from pathlib import Path
 
 import torch
 
-from checkpoints import DEFAULT_DIRECTORY, checkpoint
-from peer_process import PeerFailed
-from peers import started
 from quire.base.config import parse_bytes
 from quire.base.errors import QuireError
+from quire_bench.checkpoints import DEFAULT_DIRECTORY, checkpoint
 from quire_bench.latency import PEERS
+from quire_bench.peer_process import PeerFailed
+from quire_bench.peer_table import started
 from quire_bench.throughput import LONGEST, PEER_BATCHES, Outcome, PeerWay, Workload, run_throughput
 
 

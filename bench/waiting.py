@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from checkpoints import DEFAULT_DIRECTORY, SHAPES, checkpoint
 from quire.base.errors import QuireError
 from quire.base.openmp import SPINS, VARIABLES
+from quire_bench.checkpoints import DEFAULT_DIRECTORY, SHAPES, checkpoint
 from quire_bench.reports import interleave, print_json, print_table
 
 GNUS_DEFAULT = 300_000

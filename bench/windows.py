@@ -36,7 +36,8 @@ from typing import Any, Self
 
 import torch
 
-from checkpoints import (
+from quire import LLM, SamplingParams
+from quire_bench.checkpoints import (
     DEFAULT_DIRECTORY,
     LAG,
     SHAPES,
@@ -46,7 +47,6 @@ from checkpoints import (
     variant,
     windowed_config,
 )
-from quire import LLM, SamplingParams
 from quire_bench.latency import PEERS
 from quire_bench.reports import Spread, print_json, print_table, random_prompts
 

@@ -17,12 +17,12 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from bench.checkpoints import LAG, SHAPES, checkpoint, predicted_text, variant, windowed_config
 
 from quire import LLM
 from quire.base.errors import InvalidArgument, Unsupported
 from quire.cli import main as cli
 from quire_bench import state, throughput
+from quire_bench.checkpoints import LAG, SHAPES, checkpoint, predicted_text, variant, windowed_config
 from quire_bench.hardware import Hardware
 from quire_bench.peers import TransformersPeer
 from quire_bench.speculative import KINDS, functions, run_speculative

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from bench.checkpoints import SHAPES, checkpoint
 from safetensors.torch import load_file
 
 from quire.contracts.layers import RopeSpec
 from quire.ops.rope import inverse_frequencies
+from quire_bench.checkpoints import SHAPES, checkpoint
 from quire_bench.peers import TransformersPeer
 from quire_bench.reports import random_prompts
 
@@ -35,15 +35,13 @@ QWEN3 = dataclasses.replace(LLAMA, head_size=128, rope=RopeSpec(theta=1e6, rotar
 
 @pytest.fixture
 def peers(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """``bench/peers.py``: scripts find each other by their directory."""
-    monkeypatch.syspath_prepend(str(BENCH))
-    return importlib.import_module("peers")
+    """``quire bench peers``."""
+    return importlib.import_module("quire_bench.peer_table")
 
 
 @pytest.fixture
 def files(peers: ModuleType) -> ModuleType:
-    """``bench/gguf_files.py``."""
-    return importlib.import_module("gguf_files")
+    return importlib.import_module("quire_bench.gguf_files")
 
 
 class TestFiles:

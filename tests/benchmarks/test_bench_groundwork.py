@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from bench.checkpoints import LAG, SHAPES, Shape, after, checkpoint, make_weights, write_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -21,6 +20,7 @@ from safetensors.torch import load_file
 from quire.base.errors import FailedPrecondition, InvalidArgument, NotFound
 from quire.contracts.layers import RopeSpec
 from quire_bench import hardware
+from quire_bench.checkpoints import LAG, SHAPES, Shape, after, checkpoint, make_weights, write_checkpoint
 from quire_bench.peers import TransformersPeer
 from quire_bench.reports import (
     Comparison,

@@ -20,8 +20,10 @@ from typing import Any
 
 import pytest
 import torch
-from bench.checkpoints import SHAPES, checkpoint
 
+from quire.cli import main as cli
+from quire.cli.bench import PEER_OPTIONS
+from quire_bench.checkpoints import SHAPES, checkpoint, predicted_text
 from quire_bench.hardware import Hardware
 from quire_bench.peers import TransformersPeer
 from quire_bench.reports import Spread, random_prompts
@@ -43,7 +45,7 @@ HARDWARE: Hardware = {
 FAKE = f"""
 import os, sys, threading, time
 sys.path.insert(0, {str(BENCH)!r})
-import peer_worker
+from quire_bench import peer_worker
 
 class Fake:
     '''Says numbers that go on from a prompt's first token; a turn takes as long as its settings say.'''
@@ -103,10 +105,9 @@ peer_worker.main()
 
 @pytest.fixture(scope="module")
 def bench() -> Iterator[ModuleType]:
-    """``bench/peers.py``: scripts find each other by their directory."""
+    """``quire bench peers``."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(BENCH))
-        module = importlib.import_module("peers")
+        module = importlib.import_module("quire_bench.peer_table")
         patch.setattr(module, "predicted_text", lambda _, prompt, steps: [prompt[0] + 1 + i for i in range(steps)])
         yield module
 
@@ -203,7 +204,7 @@ class TestProcess:
 import os, sys, time
 sys.path.insert(0, {str(BENCH)!r})
 from pathlib import Path
-from peer_process import PeerProcess
+from quire_bench.peer_process import PeerProcess
 peer = PeerProcess("fake", [sys.executable, "-c", {FAKE!r}], os.environ, Path({str(tmp_path / "log")!r}))
 peer.ask("load", model="0.5:")
 print(peer.pid, flush=True)
@@ -221,7 +222,7 @@ class TestWorkers:
     @pytest.mark.parametrize("name", ["quire", "transformers"])
     def test_says_what_generate_says(self, name: str, bench: ModuleType, tmp_path: Path) -> None:
         """Placed contexts go on where they stopped, and are gone when they are released."""
-        workers = importlib.import_module("peer_worker")
+        workers = importlib.import_module("quire_bench.peer_worker")
         model = checkpoint("quick-1m", directory=tmp_path)
         prompts = random_prompts(3, 40, 1024)
         expected = TransformersPeer(model, torch.float32).generate(prompts, 9).tokens
@@ -246,7 +247,7 @@ class TestWorkers:
             peer.release()
 
     def test_quantised_weights_are_for_two(self, bench: ModuleType) -> None:
-        workers = importlib.import_module("peer_worker")
+        workers = importlib.import_module("quire_bench.peer_worker")
         for name in ("transformers", "vllm"):
             load = {"dtype": "bfloat16", "quantization": "int8", "threads": 1, "length": 9, "batch": 1, "kv_bytes": 1}
             with pytest.raises(ValueError, match="int8: only Quire and"):
@@ -406,6 +407,17 @@ class TestCommandLine:
             bench.parsed([option])
         assert module in capsys.readouterr().err
 
+    def test_is_a_command_of_quire(self, bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+        found: list[list[str]] = []
+        monkeypatch.setattr(bench, "main", found.append)
+        given = ["--quick", "--decode", "4x128", "--rounds", "2", "--hardware-seconds", "0.5"]
+        monkeypatch.setattr(sys, "argv", ["quire", "bench", "peers", *given])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert (found, ended.value.code) == ([given], 0)
+        actions = {name for name, value in vars(bench.parsed([])).items() if name not in ("cells", "pythons")}
+        assert actions == set(PEER_OPTIONS)
+
     def test_vllm_gets_its_threads(self, bench: ModuleType, tmp_path: Path) -> None:
         (tmp_path / "bin").mkdir()
         (tmp_path / "lib").mkdir()
@@ -428,7 +440,7 @@ class TestCommandLine:
         self, tmp_path: Path, bench: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         """In processes of their own, on a real checkpoint."""
-        monkeypatch.setattr(bench, "predicted_text", importlib.import_module("checkpoints").predicted_text)
+        monkeypatch.setattr(bench, "predicted_text", predicted_text)
         self.check(tmp_path, bench, monkeypatch, capsys)
 
     def check(

@@ -18,17 +18,6 @@ from typing import Any
 
 import pytest
 import torch
-from bench.checkpoints import (
-    DRAWN,
-    SHAPES,
-    alternating_config,
-    checkpoint,
-    drawn,
-    predicted_text,
-    text_tokenizer,
-    variant,
-    windowed_config,
-)
 
 from quire import LLM, SamplingParams
 from quire.base.errors import InvalidArgument, NotFound, QuireError, Unsupported
@@ -39,6 +28,17 @@ from quire.kv.state import State
 from quire.models.families import FAMILIES
 from quire.text.tokenizer import Tokenizer
 from quire_bench import latent, latent_forms, reuse, states
+from quire_bench.checkpoints import (
+    DRAWN,
+    SHAPES,
+    alternating_config,
+    checkpoint,
+    drawn,
+    predicted_text,
+    text_tokenizer,
+    variant,
+    windowed_config,
+)
 from quire_bench.hardware import Hardware, measure
 from quire_bench.peers import TransformersPeer
 from quire_bench.reports import Spread, random_prompts

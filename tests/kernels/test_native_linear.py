@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.kernels.test_native_blocks import rows_of_blocks
 
 from quire.base.errors import InvalidArgument
 from quire.contracts.linear import WeightForm
@@ -269,14 +270,58 @@ def test_the_kernel_is_made_once() -> None:
 
 
 @pytest.mark.skipif(BEST < WIDE, reason="the processor has no AVX-512")
-def test_weights_in_bfloat16_have_a_level_of_their_own() -> None:
+def test_weights_in_bfloat16_and_blocks_have_a_level_of_their_own() -> None:
     """On a processor that multiplies pairs of bfloat16 slowly: codes keep the best level."""
     assert LIBRARY is not None
     kernel, wide, best = (NativeLinear(LIBRARY, level) for level in (BEST, WIDE, BEST))
-    kernel.bfloat16_level = WIDE
+    kernel.float_level = WIDE
     weight_OI, x_TI = torch.randn(70, 96, dtype=torch.bfloat16), torch.randn(9, 96, dtype=torch.bfloat16)
     kernels: dict[WeightForm, NativeLinear] = {"bfloat16": wide, "int8": best, "int4": best}
     for form, other in kernels.items():
         assert torch.equal(kernel.pack(weight_OI, None, form)(x_TI), other.pack(weight_OI, None, form)(x_TI))
+    blocks = [rows_of_blocks("Q4_K", 70, 256)]
+    found, expected = (one.pack_blocks(blocks, 256, None, torch.bfloat16) for one in (kernel, wide))
+    assert found is not None
+    assert expected is not None
+    x_TI = torch.randn(9, 256, dtype=torch.bfloat16)
+    assert torch.equal(found(x_TI), expected(x_TI))
     plain = NativeLinear(LIBRARY)
-    assert plain.bfloat16_level in (WIDE, plain.level)
+    assert plain.float_level in (WIDE, plain.level)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_parts_are_packed_like_the_whole(dtype: torch.dtype) -> None:
+    """Rows in several tensors, as a file has queries, keys and values."""
+    assert LIBRARY is not None
+    kernel = NativeLinear(LIBRARY)
+    parts = [torch.randn(rows, 48).to(dtype) for rows in (64, 32, 41)]
+    parts[1] = torch.randn(48, 32).to(dtype).t()  # whose rows are no neighbours in memory
+    bias_O = torch.randn(137)
+    found = kernel.pack_parts(parts, bias_O)
+    whole = kernel.pack(torch.cat(parts), bias_O, "bfloat16" if dtype == torch.bfloat16 else "float32")
+    assert found is not None
+    assert (found.weights.form, found.weights.outputs) == (whole.weights.form, 137)
+    assert torch.equal(found.weights.values, whole.weights.values)
+    x_TI = torch.randn(5, 48).to(dtype)
+    assert torch.equal(found(x_TI), whole(x_TI))
+    rounded = [part.bfloat16().float() for part in parts]
+    for some, form in ((rounded, "bfloat16"), ([*rounded[:2], torch.full((7, 48), 0.1)], "float32")):
+        made = kernel.pack_parts(some, None)
+        assert made is not None
+        assert made.weights.form == form
+    assert kernel.pack_parts(parts[::-1], None) is None  # a panel would have rows of two parts
+    assert kernel.pack_parts([part.half() for part in parts], None) is None
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
+@pytest.mark.parametrize("size", [1.0, 1e-36])
+def test_codes_for_many_rows_are_multiplied_as_for_few(form: WeightForm, size: float) -> None:
+    """Few rows by pairs of bfloat16, many by floats where pairs are slow: in the order of sums that
+    the product of pairs has, with numbers below 2^-126 as 0."""
+    assert LIBRARY is not None
+    kernel = NativeLinear(LIBRARY)
+    made = kernel.pack(torch.randn(70, 96).bfloat16(), torch.randn(70) * size, form)
+    x_TI = (torch.randn(151, 96) * size).bfloat16()
+    whole = made(x_TI)
+    for some in (3, 7):
+        assert torch.equal(torch.cat([made(x_TI[first : first + some]) for first in range(0, 151, some)]), whole)

@@ -16,6 +16,7 @@ import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -445,6 +446,21 @@ def test_levels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert NativeAttention().refusal(spec, torch.device("cpu")) == "not built"
     with pytest.raises(Unsupported, match="not built"):
         NativeAttention("portable")
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_slow_pairs_are_not_used_unasked(slow: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Intel's processors without tiles multiply float32 faster than pairs of bfloat16."""
+    library = native_library.native_library()
+    assert library is not None
+    answers = {"quire_slow_pairs": lambda: slow, "quire_attention_level": lambda: LEVELS.index("AVX512-BF16")}
+    double = SimpleNamespace(
+        function=lambda name, *given, **more: answers.get(name) or library.function(name, *given, **more),
+        parallel=library.parallel,
+    )
+    monkeypatch.setattr(cpu_attention, "native_library", lambda: double)
+    assert NativeAttention().level == ("AVX-512" if slow else "AVX512-BF16")
+    assert NativeAttention("AVX512-BF16").level == "AVX512-BF16"
 
 
 def test_without_the_library_torch_serves(monkeypatch: pytest.MonkeyPatch) -> None:

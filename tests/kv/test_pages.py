@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +19,7 @@ from quire.kv.formats.plain import PlainFormat
 from quire.kv.forward_need import SlotRange, pages_for, slot_index, slots_of
 from quire.kv.pages import NULL_PAGE, PagePool, PageTable
 from quire.kv.sequence_table import SequenceTable
-from quire.kv.storage import PagedStorage, lazy_zeros
+from quire.kv.storage import MAPPED, PagedStorage, lazy_zeros
 from quire.kv.trees import Tree
 from quire.kv.windows import NO_HOLE, Window
 
@@ -321,6 +322,16 @@ def test_lazy_zeros(dtype: torch.dtype) -> None:
     assert not zeros.any()
     zeros.fill_(1)
     assert zeros.double().sum() == 105
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="other systems")
+def test_large_zeros_have_a_mapping_of_their_own() -> None:
+    """Memory that the process has kept would be zeroed at once."""
+    zeros = lazy_zeros((3, MAPPED), torch.int8)
+    assert zeros.data_ptr() % mmap.PAGESIZE == 0
+    assert not zeros[:, ::4096].any()
+    with pytest.raises(MemoryError):
+        lazy_zeros((1 << 60,), torch.int8)
 
 
 def test_storage_writes_reads_copies() -> None:

@@ -151,6 +151,41 @@ def bench_state(
     )
 
 
+PEER_OPTIONS: dict[str, tuple[Any, str]] = {
+    "quick": (bool, "The smallest shape, few cells: 3 minutes. Default: no-quick."),
+    "shapes": (str, "Shapes of models, by commas. Default: smollm2-135m,qwen3-0.6b,llama-3.2-1b."),
+    "dtypes": (str, "By commas: bfloat16, float32, int8, int4. Default: bfloat16."),
+    "prefill": (str, "Lengths of prompts. Default: 128,512,2048."),
+    "decode": (str, "Batches and contexts, as in 1x128,4x1024. Default: 1, 4 and 16 after 128, 1024 and 4096."),
+    "steps": (int, "Decode steps of a round. Default: 16."),
+    "rounds": (int, "Interleaved rounds. Default: 5."),
+    "peers": (str, "By commas: quire, transformers, llama.cpp, vllm. Default: all that are there."),
+    "llama": (str, "The interpreter that has llama_cpp and gguf."),
+    "vllm": (str, "The interpreter that has vllm."),
+    "threads": (int, "Default: the CPUs of this process."),
+    "hardware_seconds": (float, "Time for bandwidth and products. Default: 10."),
+    "dir": (Path, "Keep checkpoints here (7 GB and more); else they are temporary."),
+    "plot": (Path, "Draw into this file (needs matplotlib)."),
+}
+"""Types and help texts of the options of ``quire_bench.peer_table``, which has the defaults."""
+
+
+@command(bench_app, name="peers", more=PEER_OPTIONS)
+def bench_peers(**options: Any) -> None:
+    """Compare prefill and decode with the transformers, llama.cpp and vLLM that are installed.
+
+    docs/benchmarks.md has the tables, and says how the others are installed.
+    """
+    with _measuring():
+        from quire_bench.peer_table import main
+
+    words: list[str] = []
+    for name, value in options.items():
+        flag = f"--{name.replace('_', '-')}"
+        words += [] if value is None or value is False else [flag] if value is True else [flag, str(value)]
+    main(words)
+
+
 LOAD_OPTIONS: dict[str, tuple[Any, str]] = {
     "peer": (str, "A second server to compare with, in interleaved rounds."),
     "peer_model": (str, "The model of the second server; by default the first that it lists."),

@@ -115,6 +115,8 @@ def _memory() -> list[Finding]:
 
 
 def _kernels() -> Finding:
+    from quire.kernels.attention.cpu_attention import LEVELS
+    from quire.kernels.linear.cpu_linear import native_linear
     from quire.kernels.linear.low_rank import native_low_rank
     from quire.kernels.native_library import native_problem
 
@@ -123,7 +125,11 @@ def _kernels() -> Finding:
         advice = "Install a C++ compiler and then Quire again; without them models and adapters take longer on the CPU, and there are no int8 and int4 weights."
         return Finding("C++ kernels", native_problem(), False, advice)
     threads = "" if kernel.threaded else ", on one thread: PyTorch's libgomp was not found"
-    return Finding("C++ kernels", f"built; models and adapters on the CPU use them{threads}")
+    linear = native_linear()
+    used = "" if linear is None else f", linear maps those for {LEVELS[linear.level]}"
+    if linear is not None and linear.float_level != linear.level:
+        used += f", of weights in bfloat16 and blocks those for {LEVELS[linear.float_level]}, which are faster here"
+    return Finding("C++ kernels", f"built; models and adapters on the CPU use them{used}{threads}")
 
 
 def _ranks() -> Finding:
@@ -164,6 +170,41 @@ def _model_cache() -> Finding:
     count = len(list(hub.glob("models--*"))) if hub.is_dir() else 0
     offline = os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0")
     return Finding("model cache", f"{hub}, {count} models" + (", offline (HF_HUB_OFFLINE is set)" if offline else ""))
+
+
+def measured(path: Path | None = None) -> list[Finding]:
+    """Measure this machine within seconds; report the limits of some models, or of the one in
+    ``path``."""
+    import torch
+
+    from quire.cli.rates import SIZES, limits, measure, outline_of, weight_bytes
+
+    outline = None if path is None else outline_of(path)
+    rates = measure()
+    products = ", ".join(f"{form} {rate / 1e12:.2f}" for form, rate in rates.products.items())
+    findings = [
+        Finding("reads", f"{rates.reads / 1e9:.1f} GB/s from memory by {torch.get_num_threads()} threads"),
+        Finding("products", f"TFLOP/s by the form of the weights: {products}"),
+    ]
+
+    def speed(form: str, parameters: float, nbytes: float) -> str:
+        found = limits(rates, form, parameters, nbytes)
+        return f"{found.decode:.3g} and {found.prompt:.3g} in {form} ({nbytes / 2**30:.2g} GiB)"
+
+    if outline is None:
+        forms = [form for form in ("bfloat16", "int8", "int4") if form in rates.products]
+        sizes = {f"{size / 1e9:g}B parameters": size for size in SIZES}
+        found = {
+            name: "; ".join(speed(form, size, weight_bytes(form, size)) for form in forms)
+            for name, size in sizes.items()
+        }
+    else:
+        read = outline.weight_bytes * outline.num_read / outline.num_parameters
+        form = str(outline.dtype).removeprefix("torch.")
+        form = form if form in rates.products else "float32"
+        found = {path.name: f"{speed(form, outline.num_read, read)}, read for each token"}  # type: ignore[union-attr]
+    head = "at most so many tokens a second in a decode of one sequence and in a prompt: "
+    return findings + [Finding(name, head * (not index) + text) for index, (name, text) in enumerate(found.items())]
 
 
 def print_findings(findings: list[Finding]) -> None:

@@ -15,8 +15,10 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -226,9 +228,12 @@ def serve(
     settings = ServerSettings(**given)
     _require_server("quire serve")
     from quire.async_llm import AsyncLLM
-    from quire.server.http.serving import serve as run
 
-    run(AsyncLLM(model, **chosen), settings)
+    # The server's modules are imported while the weights are packed, which leaves Python free.
+    with ThreadPoolExecutor(1) as other:
+        serving = other.submit(import_module, "quire.server.http.serving")
+        llm = AsyncLLM(model, **chosen)
+    serving.result().serve(llm, settings)
 
 
 @command(app, "server", "engine")
@@ -283,10 +288,11 @@ def cluster(
 def _require_server(what: str) -> None:
     """Raise ``Unsupported`` if the packages of the server are not installed."""
     try:
-        import quire.server.http.serving  # noqa: F401
+        import fastapi  # noqa: F401
+        import h11  # noqa: F401
+        import prometheus_client  # noqa: F401
+        import uvicorn  # noqa: F401
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] == "quire":
-            raise
         raise Unsupported(
             f"{what} needs the package {error.name or error}, which is not installed; pip install '.[server]' in Quire's folder brings it"
         ) from error
@@ -460,11 +466,21 @@ def calibrate(
 
 
 @command(app)
-def doctor() -> None:
-    """Print the kernels and libraries in use, with reasons, and remedies for those that fail."""
-    from quire.cli.doctor import examine, print_findings
+def doctor(
+    model: Annotated[str | None, typer.Option("--model", "-m", help=MODEL_HELP, show_default=False)] = None,
+    measure: Annotated[bool, typer.Option(help="Measure this machine in five seconds; --model always does.")] = True,
+) -> None:
+    """Print the kernels and libraries in use, with reasons, the speed that models can have, and
+    remedies for what fails."""
+    from quire.cli.doctor import examine, measured, print_findings
 
-    print_findings(examine())
+    findings = examine()
+    has_torch = any(one.name == "C++ kernels" for one in findings)
+    if has_torch and (measure or model is not None):
+        from quire.models.catalogue import resolve_model
+
+        findings += measured(None if model is None else resolve_model(model))
+    print_findings(findings)
 
 
 command(app)(top)

@@ -185,9 +185,10 @@ class LayerKernels:
     read: Callable[[Tensor], Tensor] | None = None
     """Returns the values of a weight, which may still be in a file. None: the weight has them
     itself."""
-    stored: Callable[[Tensor], Sequence[BlockRows] | Sequence[CodeRows]] | None = None
-    """Returns the rows of a weight as its file has them, in blocks or as codes; empty if it has
-    other formats, or the weight is a part of them."""
+    stored: Callable[[Tensor], Sequence[BlockRows] | Sequence[CodeRows] | Sequence[Tensor]] | None = None
+    """Returns the rows of a weight as its file has them: in blocks, as codes, or numbers of the
+    weight's type in several tensors. Empty if it has other formats, or the weight is a part of
+    them."""
 
     def of_head(self) -> LayerKernels:
         """Return the kernels for the map to logits, whose error no later layer evens out."""

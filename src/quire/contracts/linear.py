@@ -104,7 +104,13 @@ class LinearKernel(Protocol):
 
 @runtime_checkable
 class BlockKernel(Protocol):
-    """A ``LinearKernel`` that also multiplies blocks of some formats without expanding them."""
+    """A ``LinearKernel`` that also packs a matrix from several tensors, and multiplies blocks of
+    some formats without expanding them."""
+
+    def pack_parts(self, parts: Sequence[Tensor], bias_O: Tensor | None) -> LinearMap | None:
+        """Return the map of rows of one dtype that follow each other, in the smallest form that
+        holds all values exactly; None if they cannot be one map without being copied first."""
+        ...
 
     def pack_blocks(
         self, parts: Sequence[BlockRows], inputs: int, bias_O: Tensor | None, dtype: torch.dtype

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import ctypes
 import math
+import mmap
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import TypeAlias
 
 import numpy as np
@@ -55,13 +57,26 @@ def check_tensor(what: str, given: Tensor, dtype: torch.dtype, shape: tuple[int,
         )
 
 
+MAPPED = 4 << 20
+"""Bytes from which on zeros have a mapping of their own. NumPy's may lie in memory that the process
+has kept (``kernels.malloc``), and is then zeroed at once."""
+
+
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return zeros in host memory that the operating system maps when they are first touched.
     ``torch.zeros`` touches all at once: seconds, and gigabytes that may never be needed."""
-    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    raw = np.zeros(size + 64, dtype=np.uint8)
-    aligned = -raw.ctypes.data % 64
-    return torch.from_numpy(raw[aligned : aligned + size]).view(dtype).view(shape)
+    size = math.prod(shape) * dtype.itemsize
+    if size < MAPPED or not hasattr(mmap, "MADV_HUGEPAGE"):
+        raw = np.zeros(size + 64, dtype=np.uint8)
+        aligned = -raw.ctypes.data % 64
+        return torch.from_numpy(raw[aligned : aligned + size]).view(dtype).view(shape)
+    try:
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise MemoryError(str(error)) from error
+    with suppress(OSError):  # a system without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.from_numpy(np.frombuffer(memory, np.uint8)).view(dtype).view(shape)
 
 
 def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, what: str, advice: str) -> Tensor:

@@ -62,6 +62,10 @@ class Outline:
     dtype: torch.dtype
     weight_bytes: int
     """Lower bound of the bytes of the weights on the device."""
+    num_parameters: int
+    num_read: float
+    """Parameters that a token's forward reads: of a table that is no head one row, and of experts
+    the chosen ones."""
 
 
 def load_model(
@@ -122,6 +126,7 @@ def load_model(
                     layer_specs=outline.layer_specs,
                     dtype=resolved,
                     weight_bytes=needed,
+                    **count_parameters(places, values),
                 )
             )
         _check_tied(checkpoint, family, whole)
@@ -195,7 +200,17 @@ def _load_foreign(
         _check_memory(path, needed, resolved, device, PLAIN)
         if before_weights is not None:
             length = context_length(foreign.config)
-            before_weights(Outline(max_position=length, layer_specs=(), dtype=resolved, weight_bytes=needed))
+            count = sum(one.numel() for one in outline.parameters())
+            before_weights(
+                Outline(
+                    max_position=length,
+                    layer_specs=(),
+                    dtype=resolved,
+                    weight_bytes=needed,
+                    num_parameters=count,
+                    num_read=count,
+                )
+            )
         return foreign.load(checkpoint, outline, resolved, device)
 
 
@@ -208,6 +223,23 @@ class _Placeholders(dict[str, torch.Tensor]):
             (name, torch.zeros(shape, dtype=kept.get(name, dtype), device="cpu" if len(shape) == 1 else "meta"))
             for name, shape in parameter_shapes(places).items()
         )
+
+
+def count_parameters(places: Mapping[str, Place], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the two counts of an ``Outline``."""
+    text = values.get("text_config") or values
+    chosen, experts = (
+        next((text[name] for name in names if text.get(name)), 1)
+        for names in (
+            ("num_experts_per_tok", "top_k_experts"),
+            ("num_experts", "num_local_experts", "n_routed_experts"),
+        )
+    )
+    sizes = {name: math.prod(shape) for name, shape in parameter_shapes(places).items()}
+    read = sum(size * (chosen / experts if ".experts." in name else 1) for name, size in sizes.items())
+    if "head.weight" in sizes:
+        read -= sizes["embed.weight"]
+    return {"num_parameters": sum(sizes.values()), "num_read": read}
 
 
 def _check_tied(checkpoint: Checkpoint, family: Family, config: Any) -> None:

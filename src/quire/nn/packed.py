@@ -101,12 +101,14 @@ def packed(plain: Linear, kernels: LayerKernels = PLAIN) -> Linear:
 
 
 def kept(plain: Linear, kernels: LayerKernels) -> LinearMap | None:
-    """Return the map over the file's own blocks or codes; None if there are none, or no product for
-    them."""
+    """Return the map of rows as the file has them (``LayerKernels.stored``); None if there are
+    none, or no product for them."""
     kernel = kernels.linear
     if kernels.stored is None or kernels.quantization is not None or not isinstance(kernel, BlockKernel):
         return None
     parts = kernels.stored(plain.weight)
+    if tensors := [part for part in parts if isinstance(part, Tensor)]:
+        return kernel.pack_parts(tensors, plain.bias)
     codes = [part for part in parts if isinstance(part, CodeRows)]
     if codes:
         return kernel.pack_codes(codes, plain.bias, plain.weight.dtype) if isinstance(kernel, CodeKernel) else None

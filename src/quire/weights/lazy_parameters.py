@@ -92,9 +92,8 @@ class LazyParameters(Mapping[str, Tensor]):
         values = self._values(late)
         return values.as_strided(weight.shape, weight.stride(), values.storage_offset() + weight.storage_offset())
 
-    def stored(self, weight: Tensor) -> list[BlockRows] | list[CodeRows]:
-        """Return the rows of ``weight``, a matrix or one of a stack, in the blocks or codes of its
-        file; empty if it has other formats."""
+    def stored(self, weight: Tensor) -> list[BlockRows] | list[CodeRows] | list[Tensor]:
+        """See ``contracts.block_calls.LayerKernels``. ``weight`` is a matrix or one of a stack."""
         late = self._lazy.get(weight.untyped_storage().data_ptr())
         if late is None:
             return []
@@ -102,6 +101,8 @@ class LazyParameters(Mapping[str, Tensor]):
             return codes
         if late.name not in self._unread or weight.ndim != 2 or not weight.is_contiguous():
             return []
+        if tensors := self._tensors_of(late, weight):
+            return tensors
         if (inputs := weight.shape[1]) != late.shape[-1]:
             return []
         first = weight.storage_offset() // inputs
@@ -119,6 +120,20 @@ class LazyParameters(Mapping[str, Tensor]):
             return []
         self._count(late.name)
         return [one for one in rows if one is not None]
+
+    def _tensors_of(self, late: _Lazy, weight: Tensor) -> list[Tensor]:
+        """Return the tensors that fill a matrix one below the other; empty for a single one, which
+        ``read`` returns."""
+        places = sorted(self._tensors[late.name].items(), key=lambda item: item[1].row)
+        if len(places) < 2 or tuple(weight.shape) != late.shape:
+            return []
+        if any(place.whole is not None or not place.format.is_plain for _, place in places):
+            return []
+        tensors = [self._checkpoint.source.read(name) for name, _ in places]
+        if any(one.dtype != late.dtype for one in tensors):
+            return []
+        self._count(late.name)
+        return tensors
 
     def _rows(self, name: str, place: Place, part: slice) -> BlockRows | None:
         """Return rows of a tensor; None if a rank's part of them does not consist of blocks."""

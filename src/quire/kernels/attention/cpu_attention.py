@@ -45,6 +45,8 @@ from quire.kernels.native_library import NativeLibrary, native_library, native_p
 from quire.ops.attention import check_sink_query, kind_refusal
 
 LEVELS = ("portable", "AVX2", "AVX-512", "AVX512-BF16", "AMX")
+WIDENED = "AVX-512"
+"""The level of processors that multiply pairs of bfloat16 slowly: K and V become float32."""
 EMULATED = "AMX, emulated"
 """Level of emulated tiles of bfloat16, slow on any machine, for tests."""
 BLOCK = 64
@@ -84,7 +86,7 @@ class NativeAttention:
     name = "native"
 
     def __init__(self, level: str | None = None) -> None:
-        """``level``: one of ``LEVELS`` or ``EMULATED``, by default the processor's best.
+        """``level``: one of ``LEVELS`` or ``EMULATED``, by default the processor's fastest.
         ``Unsupported``: the processor, or this build, has no such level."""
         self._other = SdpaAttention()
         library = native_library()
@@ -96,7 +98,9 @@ class NativeAttention:
     def _bind_library(self, library: NativeLibrary, level: str | None) -> None:
         pointer, number, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
         best = library.function("quire_attention_level", result=number)()
-        self._level = best if level is None else (*LEVELS, EMULATED).index(level)
+        slow = library.function("quire_slow_pairs", result=ctypes.c_int)()
+        usual = LEVELS.index(WIDENED) if slow else best
+        self._level = usual if level is None else (*LEVELS, EMULATED).index(level)
         if self._level > best and level != EMULATED:
             raise Unsupported(f"attention for {level}: this processor has {', '.join(LEVELS[: best + 1])}")
         self._plan = library.function("quire_attention_plan", pointer, number, result=number)

@@ -21,15 +21,16 @@ INLINE Lanes value_of_int8(Bits code) {
     return (Lanes)((Bits)size | ((code & 0x80u) << 24));
 }
 // Inputs k and k + 1 from pairs of codes: the lower and the upper halves.
+template <bool ODD_FIRST>
 INLINE void put_int8(float* to, Bits pairs) {
-    store(to, value_of_int8(pairs & 0xffffu));
-    store(to + PANEL, value_of_int8(pairs >> 16));
+    store(to + ODD_FIRST * PANEL, value_of_int8(pairs & 0xffffu));
+    store(to + !ODD_FIRST * PANEL, value_of_int8(pairs >> 16));
 }
 
 INLINE Lanes value_of_int4(Bits code) { return __builtin_convertvector((Whole)(code & 15u) - 8, Lanes); }
 
-// to[k][o]: values without scale of so many inputs of a panel.
-template <int FORM>
+// to[k][o]: values without scale of so many inputs of a panel; ODD_FIRST: of codes, with each two inputs in the opposite order.
+template <int FORM, bool ODD_FIRST = false>
 INLINE void widen_panel(float* to, const uint8_t* from, int64_t inputs) {
     if (FORM == BFLOAT16) {
         for (int64_t k = 0; k < inputs; k += 2)
@@ -44,14 +45,14 @@ INLINE void widen_panel(float* to, const uint8_t* from, int64_t inputs) {
                 Bits first, second;
                 float* column = to + k * PANEL + half * LANES;
                 spread(loaded<Bytes>(from), &first, &second);
-                put_int8(column, first), put_int8(column + 2 * PANEL, second);
+                put_int8<ODD_FIRST>(column, first), put_int8<ODD_FIRST>(column + 2 * PANEL, second);
             }
     } else {
         for (int64_t k = 0; k < inputs; k += 8)
             for (int half = 0; half < 2; half++, from += 64) {
                 Bits codes = loaded<Bits>(from);
                 for (int i = 0; i < 8; i++)
-                    store(to + (k + i) * PANEL + half * LANES, value_of_int4(codes >> (16 * (i % 2) + 4 * (i / 2))));
+                    store(to + (k + (i ^ (int)ODD_FIRST)) * PANEL + half * LANES, value_of_int4(codes >> (16 * (i % 2) + 4 * (i / 2))));
             }
     }
 }

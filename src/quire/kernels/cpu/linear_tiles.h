@@ -264,8 +264,8 @@ INLINE int64_t part_of(int64_t inputs) {
 
 namespace {
 
-// Q panels. X: what a product reads of x at once, floats or pairs as words.
-template <int Q, int FORM, typename X>
+// Q panels. X: what a product reads of x at once, floats or pairs as words. ODD_FIRST: of floats and codes, see ``run_items``.
+template <int Q, int FORM, typename X, bool ODD_FIRST>
 INLINE void sum_panels(const Linear& map, int64_t panel, const Sums& sums, float* room, const char* x, int64_t stride, int64_t rows) {
     constexpr bool is_paired = !std::is_same<X, float>::value;
     if constexpr (FORM == BLOCKS) return sum_block_panels<Q, X>(map, panel, sums, room + 2 * PANEL, x, stride, rows);
@@ -301,25 +301,26 @@ INLINE void sum_panels(const Linear& map, int64_t panel, const Sums& sums, float
 #endif
             } else {
                 float* values = room + 2 * PANEL;
-                for (int q = 0; q < Q; q++) widen_panel<FORM>(values + q * WIDEST_GROUP * PANEL, codes + q * bytes, inputs);
+                for (int q = 0; q < Q; q++) widen_panel<FORM, ODD_FIRST>(values + q * WIDEST_GROUP * PANEL, codes + q * bytes, inputs);
                 tiles<Q, X>(to, rows, x, stride, (const float*)values, WIDEST_GROUP * PANEL, values, inputs, scale, nullptr, 0);
             }
         }
     }
 }
 
-template <int Q, int FORM, typename X, typename T>
+template <int Q, int FORM, typename X, typename T, bool ODD_FIRST>
 INLINE void run_panels(const LinearCall& call, int64_t panel, int64_t first, int64_t rows, const char* x, int64_t stride, float* sums,
                        float* room) {
     const Linear& map = *call.map;
     const int64_t apart = call.tile_rows * PANEL;
     Results results = {(char*)((T*)call.y + first * map.outputs), map.outputs * (int64_t)sizeof(T), sizeof(T) == sizeof(bfloat16), map.bias};
     const bool is_whole = (panel + Q) * PANEL <= map.outputs;
-    sum_panels<Q, FORM, X>(map, panel, {sums, apart, true, is_whole ? results.from(0, panel * PANEL) : Results{}}, room, x, stride, rows);
+    sum_panels<Q, FORM, X, ODD_FIRST>(map, panel, {sums, apart, true, is_whole ? results.from(0, panel * PANEL) : Results{}}, room, x, stride, rows);
     for (int q = 0; !is_whole && q < Q; q++) put_rows<T>(call, panel + q, first, rows, sums + q * apart);
 }
 
-template <int FORM, typename X, typename T>
+// ODD_FIRST: of each two inputs the second one is multiplied first, as the product of a pair does.
+template <int FORM, typename X, typename T, bool ODD_FIRST = false>
 INLINE void run_items(LinearCall& call, int64_t thread) {
     static thread_local Room room;
     const Linear& map = *call.map;
@@ -342,7 +343,7 @@ INLINE void run_items(LinearCall& call, int64_t thread) {
         const T* given = (const T*)call.x + first * call.x_stride;
         if (is_widened && widened != first) {
             for (int64_t m = 0; m < rows; m++)
-                for (int64_t k = 0; k < map.inputs; k++) wider[m * map.inputs + k] = wide_one(given + m * call.x_stride + k);
+                for (int64_t k = 0; k < map.inputs; k++) wider[m * map.inputs + (k ^ (int64_t)ODD_FIRST)] = wide_one(given + m * call.x_stride + k);
             widened = first;
         }
         const char* x = is_widened ? (const char*)wider : (const char*)given;
@@ -351,8 +352,8 @@ INLINE void run_items(LinearCall& call, int64_t thread) {
         int64_t panel = units * part / call.parts * unit;
         const int64_t end = units * (part + 1) / call.parts * unit, stop = end < panels ? end : panels;
         if (in_twos(rows))
-            for (; panel + 2 <= stop; panel += 2) run_panels<2, FORM, X, T>(call, panel, first, rows, x, stride, sums, panels_room);
-        for (; panel < stop; panel++) run_panels<1, FORM, X, T>(call, panel, first, rows, x, stride, sums, panels_room);
+            for (; panel + 2 <= stop; panel += 2) run_panels<2, FORM, X, T, ODD_FIRST>(call, panel, first, rows, x, stride, sums, panels_room);
+        for (; panel < stop; panel++) run_panels<1, FORM, X, T, ODD_FIRST>(call, panel, first, rows, x, stride, sums, panels_room);
         __atomic_fetch_add(&call.done, 1, __ATOMIC_RELEASE);
     }
 }

@@ -65,8 +65,8 @@ class NativeLinear:
             raise InvalidArgument(field="level", given=level, allowed=allowed)
         self.level: int = best if level is None else level
         slow = level is None and library.function("quire_slow_pairs", result=ctypes.c_int)()
-        self.bfloat16_level: int = WIDE if slow else self.level
-        """Of weights in bfloat16, if codes and blocks have another: it decides for any number of
+        self.float_level: int = WIDE if slow else self.level
+        """Of weights in bfloat16 and of blocks, if codes have another: it decides for any number of
         rows, so that a row's result does not depend on it."""
         self._parallel = library.parallel
         arguments = (pointer, pointer, pointer, number, number, number)
@@ -110,21 +110,35 @@ class NativeLinear:
         """See the contract. ``InvalidArgument``: ``refusal`` has a reason."""
         if reason := self.refusal(weight_OI, form):
             raise InvalidArgument(reason, field="form", given=form)
-        if weight_OI.stride(1) != 1:
-            weight_OI = weight_OI.contiguous()
-        outputs, inputs = weight_OI.shape
+        return self._packed([weight_OI], bias_O, form)
+
+    def pack_parts(self, parts: Sequence[Tensor], bias_O: Tensor | None) -> NativeMap | None:
+        """See ``contracts.linear.BlockKernel``."""
+        forms = {self.lossless(part) for part in parts}
+        if None in forms or any(len(part) % PANEL for part in parts[:-1]):
+            return None
+        return self._packed(parts, bias_O, "float32" if "float32" in forms else "bfloat16")
+
+    def _packed(self, parts: Sequence[Tensor], bias_O: Tensor | None, form: WeightForm) -> NativeMap:
+        """Pack rows that follow each other, whole panels of all but the last."""
+        outputs, inputs = sum(map(len, parts)), parts[0].shape[1]
         packing = reference.FORMS[form]
         group = packing.group(inputs)
         values = self.memory.empty(packing.shape(outputs, inputs), packing.dtype)
         scales = self.memory.empty((len(values), inputs // group, PANEL), torch.bfloat16) if group else None
-        self._pack(
-            weight_OI.data_ptr(), int(weight_OI.dtype == torch.bfloat16), weight_OI.stride(0), outputs, inputs, FORMS.index(form), group,
-            values.data_ptr(), None if scales is None else scales.data_ptr(), torch.get_num_threads(), self._parallel,
-        )  # fmt: skip
+        panel = 0
+        for part in parts:
+            rows_OI = part if part.stride(1) == 1 else part.contiguous()
+            self._pack(
+                rows_OI.data_ptr(), int(part.dtype == torch.bfloat16), rows_OI.stride(0), len(part), inputs, FORMS.index(form), group,
+                values[panel:].data_ptr(), None if scales is None else scales[panel:].data_ptr(), torch.get_num_threads(),
+                self._parallel,
+            )  # fmt: skip
+            panel += len(part) // PANEL
         packed = PackedMatrix(form, outputs, inputs, group, values, scales)
         bias = None if bias_O is None else bias_O.float().contiguous()
-        level = self.bfloat16_level if form == "bfloat16" else self.level
-        return NativeMap(self._run, packed, bias, weight_OI.dtype, level, self._parallel)
+        level = self.float_level if form == "bfloat16" else self.level
+        return NativeMap(self._run, packed, bias, parts[0].dtype, level, self._parallel)
 
     def pack_blocks(
         self, parts: Sequence[BlockRows], inputs: int, bias_O: Tensor | None, dtype: torch.dtype
@@ -145,7 +159,7 @@ class NativeLinear:
         outputs = sum(rows for _, rows in kinds)
         packed = PackedMatrix("blocks", outputs, inputs, GROUP, values, None, kinds)
         bias = None if bias_O is None else bias_O.float().contiguous()
-        return NativeMap(self._run, packed, bias, dtype, self.level, self._parallel)
+        return NativeMap(self._run, packed, bias, dtype, self.float_level, self._parallel)
 
     def pack_codes(self, parts: Sequence[CodeRows], bias_O: Tensor | None, dtype: torch.dtype) -> NativeMap | None:
         """See ``contracts.linear.CodeKernel``."""

@@ -5,7 +5,7 @@ settings. Each is a process of its own that is stopped while another one is meas
 measures the same cell on each: the time to the first of n new tokens, or of steps after contexts
 that were placed before. No peer has a prefix cache.
 
-``python bench/peers.py --vllm PYTHON --llama PYTHON [--quick] [--dir DIR] [--plot FILE]``
+``quire bench peers --vllm PYTHON --llama PYTHON [--quick] [--dir DIR] [--plot FILE]``
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from checkpoints import LAG, SHAPES, Shape, checkpoint, predicted_text
-from peer_process import PeerFailed, PeerProcess
+from quire_bench.checkpoints import LAG, SHAPES, Shape, checkpoint, predicted_text
 from quire_bench.hardware import Hardware, free_bytes, measure
+from quire_bench.peer_process import PeerFailed, PeerProcess
 from quire_bench.reports import interleave, print_json, print_table, random_prompts
 
 NAMES = ("quire", "transformers", "llama.cpp", "vllm")
@@ -135,7 +136,7 @@ class Bench:
         def prefill(peer: PeerProcess) -> float:
             done = peer.ask("prefill", prompt=prompts[0])
             texts[peer.name] = [done["tokens"]]
-            return done["seconds"]
+            return float(done["seconds"])
 
         def decode(peer: PeerProcess) -> float:
             done = peer.ask("decode", steps=cell.steps)
@@ -143,15 +144,13 @@ class Bench:
                 raise PeerFailed(peer.name, f"not {cell.steps} tokens for each sequence in as many steps")
             for text, tokens in zip(texts[peer.name], done["tokens"], strict=True):
                 text.extend(tokens)
-            return statistics.median(done["seconds"])
+            return float(statistics.median(done["seconds"]))
 
         if cell.steps:
             for peer in self.peers.values():
                 texts[peer.name] = peer.ask("place", prompts=prompts, room=cell.room(self.rounds))
         function = decode if cell.steps else prefill
-        calls: dict[str, Callable[[], float]] = {
-            peer.name: (lambda peer=peer: function(peer)) for peer in self.peers.values()
-        }
+        calls: dict[str, Callable[[], float]] = {peer.name: partial(function, peer) for peer in self.peers.values()}
         result = interleave(calls, self.rounds)
         for peer in self.peers.values():
             peer.ask("release")
@@ -216,6 +215,8 @@ def first_difference(shape: Shape, prompts: list[list[int]], texts: list[list[in
 def started(name: str, python: str, threads: int, log: Path) -> Iterator[PeerProcess]:
     """Start a peer with its environment, and end it."""
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+    if python == sys.executable:  # it needs this package, wherever this process found it
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     if name == "vllm":
         environment |= vllm_environment(Path(python), sorted(os.sched_getaffinity(0))[:threads])
     peer = PeerProcess(name, [python, str(WORKER), name], environment, log)
@@ -361,7 +362,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
 
         return parse
 
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser("quire bench peers", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="the smallest shape, few cells: 3 minutes")
     parser.add_argument("--shapes", type=listed(list(SHAPES)), default="smollm2-135m,qwen3-0.6b,llama-3.2-1b")
     parser.add_argument("--dtypes", type=listed(list(DTYPES)), default="bfloat16", help=", ".join(DTYPES))
@@ -410,7 +411,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ]
     if wrong:
         raise SystemExit("texts in float32 must be equal:\n" + "\n".join(wrong))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
-"""One runtime in a process of its own, which ``bench/peers.py`` controls by lines of JSON.
+"""One runtime in a process of its own, which ``peer_table`` controls by lines of JSON.
 
-``PYTHON bench/peer_worker.py NAME``, where ``PYTHON`` is the interpreter that has the runtime: only
+``PYTHON peer_worker.py NAME``, where ``PYTHON`` is the interpreter that has the runtime: only
 the standard library is imported before a model is loaded. A request is ``{"verb": NAME, ...}`` with
 the verb's arguments, the reply ``{"reply": ...}`` or ``{"error": TEXT}``. The verbs are the methods
 of :class:`Peer`, and ``quit``. All tokens are ids, all texts greedy.
@@ -299,7 +299,6 @@ class LlamaPeer:
     ) -> dict[str, Any]:
         import llama_cpp
         import numpy
-
         from gguf_files import gguf_file
 
         self.c, self.numpy = llama_cpp, numpy

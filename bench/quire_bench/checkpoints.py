@@ -393,7 +393,7 @@ def drawn(name: str, *, directory: Path = DEFAULT_DIRECTORY, seed: int = 0) -> P
     Raises:
         NotFound: no such name.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    import transformers
 
     if name not in DRAWN:
         raise NotFound(f"there is no '{name}'; there are {', '.join(DRAWN)}")
@@ -404,7 +404,9 @@ def drawn(name: str, *, directory: Path = DEFAULT_DIRECTORY, seed: int = 0) -> P
     tokens = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, "tie_word_embeddings": False}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **values, **tokens), dtype=torch.bfloat16)
+        config = transformers.AutoConfig.for_model(kind, **values, **tokens)
+        auto: Any = transformers.AutoModelForCausalLM
+        model = auto.from_config(config, dtype=torch.bfloat16)
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as scratch:
         part = Path(scratch, "new")
