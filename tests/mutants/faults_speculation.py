@@ -15,8 +15,8 @@ MUTANTS = (
     Mutant(
         name="drafts-count-whatever-is-drawn",
         file=STEPS,
-        old="matched = number < len(drafts) and token == drafts[number]",
-        new="matched = number < len(drafts)",
+        old="place = draft.tree.child(before, tokens[-1], draft.tokens) if tokens else None",
+        new="place = before + 1 if before + 1 < len(draft) else None",
         tests=(f"{TESTS}::test_each_depth",),
     ),
     Mutant(
@@ -36,16 +36,37 @@ MUTANTS = (
     Mutant(
         name="drafts-of-recurrent-layers-are-chains",
         file="engine/step_builder.py",
-        old="        if draft and trees:\n",
-        new="        if False:\n",
+        old="if draft and (trees or draft.parents):",
+        new="if draft and draft.parents:",
         tests=(f"{TESTS}::test_nothing_runs_twice",),
     ),
     Mutant(
         name="drafts-of-a-tree-keep-a-node-less",
         file="branches/pool.py",
-        old="self.apply(Commit((branch.seq,), (kept - 1,)))\n            held += kept",
-        new="self.apply(Commit((branch.seq,), (kept - 2,)))\n            held += kept - 1",
+        old="self.apply(Commit((branch.seq,), (path[-1] if path else -1,)))",
+        new="path = path[:-1]\n            self.apply(Commit((branch.seq,), (path[-1] if path else -1,)))",
         tests=(f"{TESTS}::test_interrupted_while_tokens_are_taken",),
+    ),
+    Mutant(
+        name="trees-of-drafts-keep-the-first-nodes",
+        file="branches/pool.py",
+        old="path = tree.path(branch.tokens.ids[held:length].tolist(), tokens.tolist())",
+        new="path = list(range(min(nodes, max(0, length - held))))",
+        tests=("speculation/test_trees.py::test_greedy_texts",),
+    ),
+    Mutant(
+        name="trees-of-drafts-run-as-chains",
+        file="engine/step_builder.py",
+        old="extension.parents = (-1, *(parent + 1 for parent in draft.tree.parents))",
+        new="extension.parents = tuple(range(-1, len(draft)))",
+        tests=("speculation/test_trees.py::test_greedy_texts",),
+    ),
+    Mutant(
+        name="the-best-nodes-of-a-tree-leave-out-their-parents",
+        file="speculation/proposer.py",
+        old="key=lambda index: -promises[index])[:most]",
+        new="key=lambda index: -self.chances[index])[:most]",
+        tests=("speculation/test_trees.py::test_each_beginning_of_the_best_is_the_best_tree",),
     ),
     Mutant(
         name="drafts-go-beyond-the-last-token",
@@ -57,7 +78,7 @@ MUTANTS = (
     Mutant(
         name="drafts-outside-of-the-vocabulary-run",
         file="speculation/proposer.py",
-        old="bad = [token for token in draft.tokens[:most] if not 0 <= token < vocab_size]",
+        old="bad = [token for token in draft.tokens[: None if draft.parents else most] if not 0 <= token < vocab_size]",
         new="bad = list[int]()",
         tests=(f"{TESTS}::test_a_proposer_that_fails_is_dropped",),
     ),
@@ -322,16 +343,16 @@ MUTANTS = (
     ),
     Mutant(
         name="drafts-behind-the-first-wrong-one-are-counted",
-        file=CONTROLLER,
-        old="sum(chances[: accepted + 1])",
-        new="sum(chances)",
+        file="speculation/proposer.py",
+        old="if parent in found)",
+        new="if True)",
         tests=(f"{UNITS}/test_controller.py::TestTrust",),
     ),
     Mutant(
         name="unsure-drafts-are-taken-in-large-batches",
         file=CONTROLLER,
-        old="                if through >= least:\n",
-        new="                if True:\n",
+        old="for one in drafts if one >= least]",
+        new="for one in drafts]",
         tests=(f"{UNITS}/test_controller.py",),
     ),
     Mutant(

@@ -43,9 +43,9 @@ PROMPT = random_tokens(20)
 class Everything(Controller):
     """Takes all drafts, whatever they cost."""
 
-    def depths(self, chances: Sequence[Sequence[float]], *, decodes: int, rows: int, most: int) -> list[int]:
+    def depths(self, promises: Sequence[Sequence[float]], *, decodes: int, rows: int, most: int) -> list[int]:
         found, left = [], most
-        for chain in chances:
+        for chain in promises:
             found.append(min(len(chain), max(0, left)))
             left -= found[-1]
         return found

@@ -122,13 +122,13 @@ class Trust:
         before = DRAFTS_BEFORE * (1.0 if self.others is None else self.others.factor)
         return min(1.0, (self.accepted + before) / (self.promised + DRAFTS_BEFORE))
 
-    def verified(self, chances: Sequence[float], accepted: int) -> None:
-        """Note the number of accepted drafts among drafts of these chances."""
-        # Those behind the first wrong one were compared with nothing.
-        self.promised = TRUST_MEMORY * self.promised + sum(chances[: accepted + 1])
+    def verified(self, promised: float, accepted: int) -> None:
+        """Note the number of accepted drafts. ``promised``: the sum of the chances of the drafts
+        that were compared with a token."""
+        self.promised = TRUST_MEMORY * self.promised + promised
         self.accepted = TRUST_MEMORY * self.accepted + accepted
         if self.others is not None:
-            self.others.verified(chances, accepted)
+            self.others.verified(promised, accepted)
 
     def rested(self) -> None:
         """Note a step without drafts: after many, the chances are trusted again."""
@@ -144,24 +144,17 @@ class Controller:
     def __init__(self) -> None:
         self.costs = StepCosts()
 
-    def depths(self, chances: Sequence[Sequence[float]], *, decodes: int, rows: int, most: int) -> list[int]:
+    def depths(self, promises: Sequence[Sequence[float]], *, decodes: int, rows: int, most: int) -> list[int]:
         """Return the number of drafts of each request to verify, together at most ``most``.
 
-        ``chances[i]``: of each draft of request i, that it is accepted if those before it are.
-        ``decodes``: requests of the step that draw a token anyway. ``rows``: its rows without
-        drafts.
+        ``promises[i]``: of each draft of request i the probability that it is accepted, the best
+        one first (``Draft.best``). ``decodes``: requests of the step that draw a token anyway.
+        ``rows``: its rows without drafts.
         """
-        # A draft promises less than the one before it, so the best ones are beginnings of chains.
-        found: list[tuple[float, int]] = []
         least = SURE * (1 - 1 / max(1, decodes))
-        for request, chain in enumerate(chances):
-            through = 1.0
-            for chance in chain:
-                through *= chance
-                if through >= least:
-                    found.append((through, request))
+        found = [(one, request) for request, drafts in enumerate(promises) for one in drafts if one >= least]
         found.sort(key=lambda one: -one[0])
-        depths, seconds = [0] * len(chances), self.costs.seconds
+        depths, seconds = [0] * len(promises), self.costs.seconds
         tokens, without = float(decodes), seconds(rows)
         own = seconds(decodes)
         best, best_count = GAIN * tokens / own, 0
