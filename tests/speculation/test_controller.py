@@ -99,6 +99,19 @@ class TestCosts:
         # As above.
         assert costs.seconds(5) == pytest.approx(0.15, rel=0.1)
 
+    @pytest.mark.parametrize("seed", range(3))
+    def test_a_busy_machine_does_not_hide_what_a_row_costs(self, seed: int) -> None:
+        """Steps of 75 ms and 9 for each row take up to four times as long, five in a row."""
+        rng, costs, noise, found = random.Random(seed), StepCosts(), 1.0, list[float]()
+        for step in range(600):
+            noise = rng.uniform(1, 4) if step % 5 == 0 else noise
+            rows = rng.choice([1, 1, 1, 5, 17, 33])
+            costs.measured(rows, noise * (75 + 9 * rows))
+            if step > 100:
+                found.append((costs.seconds(2) - costs.seconds(1)) / costs.seconds(1))
+        # A noise has a standard deviation of a third, and the line remembers some ten of them.
+        assert sum(found) / len(found) == pytest.approx(9 / 84, rel=0.25)
+
     def test_a_hiccup_ends_nothing(self) -> None:
         chooser = controller(0.03)
         chooser.costs.measured(5, 1000.0)
@@ -133,6 +146,14 @@ class TestTrust:
         for _ in range(200):
             trust.verified(draft.compared([0]), 1)
         assert trust.factor == pytest.approx(0.5, rel=0.1)  # 4 right ones are counted beforehand
+
+    def test_copies_in_a_batch_grow_with_what_was_right(self) -> None:
+        trust, found = Trust(), list[int]()
+        for _ in range(4):
+            found.append(trust.most_in_batch)
+            trust.verified(1.0, found[-1])
+        trust.verified(1.0, 0)
+        assert [*found, trust.most_in_batch] == [2, 6, 14, 30, 2]
 
     def test_stays_with_those_that_are(self) -> None:
         trust = Trust()

@@ -114,6 +114,9 @@ class Drafts:
         drafts = [draft.best(room, factor) for draft, room, factor in zip(drafts, rooms, factors, strict=True)]
         promises = [draft.promises(factor) for draft, factor in zip(drafts, factors, strict=True)]
         decodes = sum(request.branch.remaining == 1 for request in batch.requests)
+        if decodes > 1:
+            mosts = [self.of(batch.requests[index]).trust.most_in_batch for index in able]
+            promises = [promised[:most] for promised, most in zip(promises, mosts, strict=True)]
         depths = self.controller.depths(
             promises, decodes=decodes, rows=sum(batch.counts), most=min(batch.budget, batch.rows - len(able))
         )
