@@ -55,6 +55,20 @@ MUTANTS = (
         tests=("speculation/test_trees.py::test_greedy_texts",),
     ),
     Mutant(
+        name="likely-trees-take-each-draft-from-the-first-row",
+        file="speculation/likely_trees.py",
+        old="found.append((len(self.tokens), row))",
+        new="found.append((len(self.tokens), 0))",
+        tests=("speculation/test_trees.py::test_likely_trees",),
+    ),
+    Mutant(
+        name="draft-models-keep-another-path-of-a-tree",
+        file="speculation/draft_model.py",
+        old="leaves.append(chain.ran.index(path[-1]))",
+        new="leaves.append(len(chain.ran) - 1)",
+        tests=("speculation/test_draft_model.py::test_a_model_accepts_its_own_trees",),
+    ),
+    Mutant(
         name="trees-of-drafts-run-as-chains",
         file="engine/step_builder.py",
         old="extension.parents = (-1, *(parent + 1 for parent in draft.tree.parents))",
@@ -346,6 +360,13 @@ MUTANTS = (
         file="speculation/proposer.py",
         old="if parent in found)",
         new="if True)",
+        tests=(f"{UNITS}/test_controller.py::TestTrust",),
+    ),
+    Mutant(
+        name="a-copy-in-a-batch-is-as-long-as-can-be",
+        file=CONTROLLER,
+        old="return FIRST_DRAFTS + GROWTH * self.last",
+        new="return 64",
         tests=(f"{UNITS}/test_controller.py::TestTrust",),
     ),
     Mutant(

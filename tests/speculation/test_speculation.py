@@ -607,6 +607,8 @@ def test_nothing_changes_without_it(make_llm: MakeLLM, llama: Checkpoint) -> Non
         ({"method": "lookup", "depth": 0}, InvalidArgument, "1..64"),
         ({"method": "lookup", "depth": 65}, InvalidArgument, "1..64"),
         ({"method": "lookup", "wdith": 2}, InvalidArgument, "wdith"),
+        ({"method": "lookup", "width": 2}, InvalidArgument, "lookup makes chains"),
+        ({"method": "mtp", "width": 9}, InvalidArgument, "1..8"),
         ({"depth": True}, InvalidArgument, "depth"),
         (7, InvalidArgument, "quire.Speculation"),
     ],

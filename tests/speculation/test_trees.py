@@ -26,6 +26,7 @@ from tests.speculation.test_speculation import FAMILIES, PROMPT, Told, drafting,
 
 from quire import SamplingParams
 from quire.base.types import TokenTree
+from quire.speculation.likely_trees import LEAST_CHANCE, LikelyTree
 from quire.speculation.proposer import Context, Draft, problem_of
 
 
@@ -110,6 +111,41 @@ def test_paths_and_chains() -> None:
 )
 def test_parents_that_make_no_tree(parents: list[int], reason: str) -> None:
     assert reason in problem_of(Draft([3, 4], [0.5, 0.5], parents=parents), VOCAB, 8)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("width", "most"), [(1, 6), (2, 9), (3, 4), (3, 20)])
+def test_likely_trees(seed: int, width: int, most: int) -> None:
+    """Level by level the likeliest drafts run, and their own drafts are taken from their rows."""
+    rng = random.Random(seed)
+    tree, rows = LikelyTree(most=most, width=width), [[]]
+    while True:
+        last = list(tree.next)
+        behind = [sorted((rng.random() for _ in range(width)), reverse=True) for _ in rows]
+        before = len(tree.tokens)
+        tree.add([list(range(width))] * len(rows), behind)
+        new = range(before, len(tree.tokens))
+        assert [tree.parents[node] for node in new] == [one for one in (last or [-1]) for _ in range(width)]
+        able = sorted(
+            (node for node in new if tree.promises[node] >= LEAST_CHANCE), key=lambda node: -tree.promises[node]
+        )
+        assert tree.next == able[: min(width, most - 1 - len(tree.ran))]
+        assert [(last or [-1])[row] for row in tree.rows] == [tree.parents[node] for node in tree.next]
+        assert [tree.ran[one] if one >= 0 else -1 for one in tree.next_parents] == [
+            tree.parents[node] for node in tree.next
+        ]
+        if not tree.next:
+            break
+        rows = [[node] for node in tree.next]
+    assert tree.promises == pytest.approx(tree.draft.promises())
+    assert bool(tree.draft.parents) == (width > 1)
+    assert len(tree.ran) < most
+
+
+def test_chances_that_are_no_numbers_make_no_drafts() -> None:
+    tree = LikelyTree(most=4, width=2)
+    tree.add([[5, 6]], [[float("nan"), 0.5]])
+    assert tree.draft == Draft([6], [0.5])
 
 
 # -- the same tokens -------------------------------------------------------------------------------
