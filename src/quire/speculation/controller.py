@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 GAIN = 1.03
 """Drafts are taken if they promise so many times the tokens per second of none."""
-SURE = 0.8
+SURE = 0.9
 """In a large batch drafts are taken that are accepted with at least this probability; in one of n
 requests, 1 - 1 / n of it. The requests of a batch wait for the last one: most of what a draft saves
 of a step is saved only if the others have accepted drafts too."""
