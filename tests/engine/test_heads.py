@@ -246,6 +246,25 @@ def test_a_head_that_is_right_is_always_accepted(followers: Any, make_llm: MakeL
     check_head(llm)
 
 
+@pytest.mark.parametrize("name", ["eagle", f"mtp-{next(iter(MTP))}"])
+def test_the_hidden_states_of_a_path_are_those_of_its_tokens(followers: Any, make_llm: MakeLLM, name: str) -> None:
+    """Behind a tree, too, a head that is right is accepted as deep as its trees are."""
+    target, option, after = followers(name)
+    llm = drafting(make_llm, Made(target, option, target.logits), depth=12)
+    proposer_of(llm)._width = 3
+    prompts = [random_tokens(length, seed=length) for length in (9, 40)]
+    for prompt, output in zip(prompts, llm.generate(prompts, greedy(40)), strict=True):
+        expected = [after[prompt[-1]]]
+        while len(expected) < 40:
+            expected.append(after[expected[-1]])
+        assert output.outputs[0].token_ids == expected
+        assert output.speculation is not None
+        # Eleven drafts run, at most three of each level, so that there are five levels of tokens.
+        # Each step drafts then, and gives six tokens.
+        assert output.speculation.accepted >= 39 - (39 // (5 + 1) + 2)
+    check_head(llm)
+
+
 @pytest.mark.parametrize("name", ["eagle-llama", "eagle-gemma3", "mtp-deepseek-v3", "mtp-qwen3-next"])
 def test_trees(made: Any, make_llm: MakeLLM, name: str) -> None:
     """Texts are those of plain steps, and the likeliest path of a tree is the chain of a head that

@@ -55,6 +55,13 @@ MUTANTS = (
         tests=("speculation/test_trees.py::test_greedy_texts",),
     ),
     Mutant(
+        name="heads-do-not-read-the-path-of-a-tree",
+        file=DRAFTS,
+        old="            self._read({request: rows})\n",
+        new="            pass\n",
+        tests=(f"{HEAD_TESTS}::test_the_hidden_states_of_a_path_are_those_of_its_tokens",),
+    ),
+    Mutant(
         name="likely-trees-take-each-draft-from-the-first-row",
         file="speculation/likely_trees.py",
         old="found.append((len(self.tokens), row))",
