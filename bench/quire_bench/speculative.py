@@ -115,7 +115,8 @@ def measured(
         group = found[first : first + batch]
         runs: dict[bool, list[RequestOutput]] = {}
         order = (False, True) if (first // batch) % 2 else (True, False)
-        _ask(llm, group, 1, speculative=False, salt=salt)  # Both find the state of the prompts.
+        # Both find the state of the prompts, and memory that was touched before.
+        _ask(llm, group, tokens, speculative=False, salt=salt)
         for speculative in order:
             began = time.process_time()
             runs[speculative] = _ask(llm, group, tokens, speculative=speculative, salt=salt)
