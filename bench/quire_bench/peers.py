@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -69,6 +70,8 @@ class Served:
     """New tokens of each, as many as requested."""
     seconds: float
     """From the submission to the last token of the last request."""
+    cpu_seconds: float = math.nan
+    """Of the process on all CPUs in that time, where it was measured."""
 
 
 class TransformersPeer:
@@ -128,8 +131,9 @@ class TransformersPeer:
 
     @torch.inference_mode()
     def look_up(self, prompt: Sequence[int], steps: int, drafts: int = 10) -> Served:
-        """Continue one prompt with prompt lookup, ``drafts`` tokens at a time. The seconds are
-        those behind the first token. The library's assisted generation has no batches."""
+        """Continue one prompt with prompt lookup, ``drafts`` tokens at a time; without for 0. The
+        seconds are those behind the first token. The library's assisted generation has no
+        batches."""
         clock = _Clock(self._synchronize)
         prompt_BS = self._checked(torch.tensor([list(prompt)], dtype=torch.int64))
         made = self.model.generate(
@@ -138,11 +142,15 @@ class TransformersPeer:
             max_new_tokens=steps,
             min_new_tokens=steps,
             use_cache=True,
-            prompt_lookup_num_tokens=drafts,
+            prompt_lookup_num_tokens=drafts or None,
             logits_processor=LogitsProcessorList([clock]),
         )
         self._synchronize()
-        return Served(tokens=(tuple(made[0, len(prompt) :].tolist()),), seconds=time.perf_counter() - clock.stamps[0])
+        return Served(
+            tokens=(tuple(made[0, len(prompt) :].tolist()),),
+            seconds=time.perf_counter() - clock.stamps[0],
+            cpu_seconds=time.process_time() - clock.cpu_stamps[0],
+        )
 
     def decode(self, batch: int, prompt_len: int, steps: int, *, seed: int = 0) -> Generation:
         """Call :meth:`generate` for :func:`random_prompts` of these sizes and ``seed``."""
@@ -269,9 +277,11 @@ class _Clock(LogitsProcessor):
 
     def __init__(self, synchronize: Callable[[], None]) -> None:
         self.stamps: list[float] = []
+        self.cpu_stamps: list[float] = []
         self._synchronize = synchronize
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         self._synchronize()
         self.stamps.append(time.perf_counter())
+        self.cpu_stamps.append(time.process_time())
         return scores

@@ -426,7 +426,11 @@ def make_draft_model(
     """Return the proposer of a loaded model, and the budget that its pool leaves."""
     parts = _drafter_parts("draft model", config, draft, model, budget, format, device, max_len)
     proposer = DraftModel(
-        parts.runner, max_len=parts.max_len, step_tokens=parts.step_tokens, vocab_size=model.vocab_size
+        parts.runner,
+        max_len=parts.max_len,
+        step_tokens=parts.step_tokens,
+        vocab_size=model.vocab_size,
+        width=parts.width,
     )
     return proposer, parts.left
 
@@ -443,7 +447,8 @@ def make_heads(
 ) -> tuple[Heads, Budget]:
     """Return the proposer of a loaded head, and the budget that its pool leaves."""
     parts = _drafter_parts("head", config, head, model, budget, format, device, max_len)
-    return Heads(parts.runner, head, method, max_len=parts.max_len, step_tokens=parts.step_tokens), parts.left
+    heads = Heads(parts.runner, head, method, max_len=parts.max_len, step_tokens=parts.step_tokens, width=parts.width)
+    return heads, parts.left
 
 
 class _DrafterParts(NamedTuple):
@@ -452,6 +457,7 @@ class _DrafterParts(NamedTuple):
     runner: LocalRunner
     max_len: int
     step_tokens: int
+    width: int
     left: Budget
 
 
@@ -476,7 +482,9 @@ def _drafter_parts(
     left = budget.nbytes - state.num_bytes
     words = f"{size_words(left)} for the KV pool, beside {size_words(state.num_bytes)} for the {kind}'s, hold"
     budget = replace(budget, nbytes=left, words=words)
-    return _DrafterParts(LocalRunner(draft, state, device), length, sizes.step_tokens, budget)
+    options = read_speculation("speculative", config.speculative)
+    width = 1 if options is None else options.width
+    return _DrafterParts(LocalRunner(draft, state, device), length, sizes.step_tokens, width, budget)
 
 
 def expanded_weights(model: LoadedModel) -> Iterator[str]:

@@ -667,6 +667,15 @@ class TestSpeculation:
             assert row["tokens"] <= 24
             assert row["accepted"] <= row["drafted"]
 
+    def test_beside_transformers(self) -> None:
+        options = {"device": "cpu", "dtype": "float32", "kv_cache_memory": "16MiB", "max_model_len": 1024}
+        result = run_speculative(
+            "tiny-python", engine_options=options, tasks=1, tokens=8, batches=(1,), kinds=["edit"], peer=True
+        )
+        (row,) = result["rows"]
+        assert row["equal there"] == 1
+        assert row["its CPU ms a token"] > 0
+
     @pytest.mark.parametrize(
         "changes", [{"kinds": ["prose"]}, {"kinds": []}, {"batches": []}, {"batches": [0]}, {"tasks": 0}]
     )

@@ -39,7 +39,7 @@ from quire.build import make_state
 from quire.kv.formats import kv_format
 from quire.runner.local import LocalRunner
 from quire.runner.pool_budget import PoolSizes
-from quire.speculation import chains, heads
+from quire.speculation import heads, likely_trees
 from quire.speculation.controller import Pace
 from quire.speculation.heads import Heads
 from quire.speculation.proposer import Context
@@ -59,7 +59,7 @@ def drafts_at_any_price() -> Iterator[None]:
     """Nothing depends on time, and no chain ends early."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Pace, "drafts", lambda *_: True)
-        patch.setattr(chains, "LEAST_CHANCE", 0.0)
+        patch.setattr(likely_trees, "LEAST_CHANCE", 0.0)
         yield
 
 
@@ -243,6 +243,53 @@ def test_a_head_that_is_right_is_always_accepted(followers: Any, make_llm: MakeL
         assert counts.accepted == counts.drafted
         # The first token comes without drafts, and each step with them gives one more.
         assert counts.steps <= -(-59 // (depth + 1)) + 1
+    check_head(llm)
+
+
+@pytest.mark.parametrize("name", ["eagle", f"mtp-{next(iter(MTP))}"])
+def test_the_hidden_states_of_a_path_are_those_of_its_tokens(followers: Any, make_llm: MakeLLM, name: str) -> None:
+    """Behind a tree, too, a head that is right is accepted as deep as its trees are."""
+    target, option, after = followers(name)
+    llm = drafting(make_llm, Made(target, option, target.logits), depth=12)
+    proposer_of(llm)._width = 3
+    prompts = [random_tokens(length, seed=length) for length in (9, 40)]
+    for prompt, output in zip(prompts, llm.generate(prompts, greedy(40)), strict=True):
+        expected = [after[prompt[-1]]]
+        while len(expected) < 40:
+            expected.append(after[expected[-1]])
+        assert output.outputs[0].token_ids == expected
+        assert output.speculation is not None
+        # Eleven drafts run, at most three of each level, so that there are five levels of tokens.
+        # Each step drafts then, and gives six tokens.
+        assert output.speculation.accepted >= 39 - (39 // (5 + 1) + 2)
+    check_head(llm)
+
+
+@pytest.mark.parametrize("name", ["eagle-llama", "eagle-gemma3", "mtp-deepseek-v3", "mtp-qwen3-next"])
+def test_trees(made: Any, make_llm: MakeLLM, name: str) -> None:
+    """Texts are those of plain steps, and the likeliest path of a tree is the chain of a head that
+    makes no trees, as likely as there."""
+    one = made(name if name in EVERY else EVERY[-1])
+    llm = drafting(make_llm, one, depth=12)
+    head, pairs = proposer_of(llm), list[Any]()
+    propose = head.propose
+
+    def both(contexts: Any, most: Any) -> Any:
+        found = []
+        for head._width in (1, 3):
+            found.append(propose(contexts, most))
+        pairs.extend(zip(*found, strict=True))
+        return found[1]
+
+    head.propose = both  # type: ignore[method-assign]
+    prompts = [random_tokens(length, seed=length) for length in (3, 40)]
+    assert token_ids(llm.generate(prompts, greedy(16))) == [one.target.greedy(prompt, 16) for prompt in prompts]
+    assert any(tree.parents for _, tree in pairs)
+    for chain, tree in pairs:
+        path = tree.tree.path(chain.tokens, tree.tokens)
+        assert len(path) >= min(2, len(chain))
+        # Rows of a tree run beside others, whose products sum in another order.
+        assert [tree.chances[node] for node in path] == pytest.approx(chain.chances[: len(path)], rel=1e-3)
     check_head(llm)
 
 

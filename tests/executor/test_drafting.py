@@ -44,8 +44,8 @@ STEPS = 24
 class Everything(Controller):
     """Takes all drafts, whatever they cost."""
 
-    def depths(self, chances: Sequence[Sequence[float]], *, decodes: int, rows: int, most: int) -> list[int]:
-        return [len(chain) for chain in chances]
+    def depths(self, promises: Sequence[Sequence[float]], *, decodes: int, rows: int, most: int) -> list[int]:
+        return [len(chain) for chain in promises]
 
 
 class Told:

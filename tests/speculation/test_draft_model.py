@@ -35,13 +35,14 @@ from tests.small_llms import (
 from quire import LLM, SamplingParams, Speculation
 from quire.base.errors import InvalidArgument, NotFound, QuireError, ResourceExhausted
 from quire.base.types import Step
+from quire.branches.extension import path_to
 from quire.build import make_state
 from quire.engine.drafts import context_of
 from quire.kv.formats import kv_format
 from quire.models.catalogue import bundled_models
 from quire.runner.local import LocalRunner
 from quire.runner.pool_budget import PoolSizes
-from quire.speculation import chains, draft_model
+from quire.speculation import draft_model, likely_trees
 from quire.speculation.controller import Pace
 from quire.speculation.draft_model import DraftModel
 from quire.speculation.proposer import NO_DRAFT, Context
@@ -58,7 +59,7 @@ def drafts_at_any_price() -> Iterator[None]:
     """Nothing depends on time, and no chain ends early."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Pace, "drafts", lambda *_: True)
-        patch.setattr(chains, "LEAST_CHANCE", 0.0)
+        patch.setattr(likely_trees, "LEAST_CHANCE", 0.0)
         yield
 
 
@@ -179,6 +180,35 @@ def test_a_model_accepts_its_own_drafts(make_llm: MakeLLM, models: Any, kind: st
     check_draft(llm)
 
 
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "mistral", "deepseek-v3", "qwen3-next"])
+def test_a_model_accepts_its_own_trees(make_llm: MakeLLM, models: Any, kind: str) -> None:
+    """What was drafted beside the likeliest path, too, has the probability that the model gives it
+    behind its own path, to float32's products; recurrent layers make chains."""
+    checkpoint = models(kind)
+    options = Speculation(method="draft", model=checkpoint.path, depth=12, width=3)
+    llm = taking_all(make_llm(checkpoint, speculative=options, kv_cache_memory="4MiB"))
+    prompts = [random_tokens(length, seed=length) for length in (3, 30)]
+    proposer, drafts = proposer_of(llm), list[Any]()
+    propose = proposer.propose
+
+    def noting(contexts: Any, most: Any) -> Any:
+        found = propose(contexts, most)
+        drafts.extend(zip([one.ids.tolist() for one in contexts], found, strict=True))
+        return found
+
+    proposer.propose = noting  # type: ignore[method-assign]
+    outputs = llm.generate(prompts, greedy(24))
+    assert token_ids(outputs) == [checkpoint.greedy(prompt, 24) for prompt in prompts]
+    assert all(output.speculation.accepted >= output.speculation.steps for output in outputs if output.speculation)
+    assert any(draft.parents for _, draft in drafts) == (kind != "qwen3-next")
+    for ids, draft in drafts[:2]:
+        for node, (token, chance) in enumerate(zip(draft.tokens, draft.chances, strict=True)):
+            path = [draft.tokens[one] for one in path_to(draft.tree.parents, node)]
+            p_V = checkpoint.logits([*ids, *path[:-1]])[-1].softmax(-1)
+            assert float(p_V[token]) == pytest.approx(chance, rel=1e-3)  # float32 logits of size ten
+    check_draft(llm)
+
+
 def test_each_token_runs_once(make_llm: MakeLLM, models: Any) -> None:
     """What was drafted and accepted is not run again."""
     checkpoint = models("llama")
@@ -217,7 +247,7 @@ def test_prompts_run_in_parts(make_llm: MakeLLM, models: Any, kind: str) -> None
 
 def test_a_chain_ends_where_it_gets_unlikely(make_llm: MakeLLM, models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = models("llama")
-    monkeypatch.setattr(chains, "LEAST_CHANCE", 1.0)
+    monkeypatch.setattr(likely_trees, "LEAST_CHANCE", 1.0)
     llm = taking_all(make_llm(checkpoint, speculative=f"draft:{checkpoint.path}"))
     (output,) = llm.generate([PROMPT], greedy(20))
     counts = output.speculation

@@ -43,9 +43,9 @@ PROMPT = random_tokens(20)
 class Everything(Controller):
     """Takes all drafts, whatever they cost."""
 
-    def depths(self, chances: Sequence[Sequence[float]], *, decodes: int, rows: int, most: int) -> list[int]:
+    def depths(self, promises: Sequence[Sequence[float]], *, decodes: int, rows: int, most: int) -> list[int]:
         found, left = [], most
-        for chain in chances:
+        for chain in promises:
             found.append(min(len(chain), max(0, left)))
             left -= found[-1]
         return found
@@ -607,6 +607,8 @@ def test_nothing_changes_without_it(make_llm: MakeLLM, llama: Checkpoint) -> Non
         ({"method": "lookup", "depth": 0}, InvalidArgument, "1..64"),
         ({"method": "lookup", "depth": 65}, InvalidArgument, "1..64"),
         ({"method": "lookup", "wdith": 2}, InvalidArgument, "wdith"),
+        ({"method": "lookup", "width": 2}, InvalidArgument, "lookup makes chains"),
+        ({"method": "mtp", "width": 9}, InvalidArgument, "1..8"),
         ({"depth": True}, InvalidArgument, "depth"),
         (7, InvalidArgument, "quire.Speculation"),
     ],

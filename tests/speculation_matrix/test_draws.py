@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ import pytest
 import torch
 from tests.small_llms import Checkpoint, make_checkpoint
 from tests.speculation.test_speculation import Told, drafting
+from tests.speculation.test_trees import Branching
 from torch import Tensor
 
 from quire import LLM, SamplingParams
@@ -69,6 +70,13 @@ class Guessing(Told):
         return type(draft)([token % VOCAB for token in draft.tokens], draft.chances)
 
 
+class Trees(Branching):
+    """As ``Guessing``, with siblings: of those, too, the one that is drawn counts."""
+
+    def __init__(self) -> None:
+        super().__init__(vocab_size=VOCAB)
+
+
 def draws(checkpoint: Checkpoint, proposer: Told | None, params: Sequence[SamplingParams]) -> list[list[int]]:
     """Return the samples of requests for one prompt, with drafts or without."""
     options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "kv_cache_memory": "16MiB", "max_num_seqs": 64}
@@ -86,6 +94,8 @@ def test_draws_are_those_without_drafts(small: Checkpoint, way: str) -> None:
     params = [SamplingParams(seed=seed, max_tokens=12, ignore_eos=True, **WAYS[way]) for seed in range(6)]
     expected = draws(small, None, params)
     assert draws(small, Guessing(), params) == expected
+    if way == "all":
+        assert draws(small, Trees(), params) == expected
     assert len({tuple(tokens) for tokens in expected}) > 3
 
 
@@ -97,7 +107,10 @@ def test_draws_under_a_grammar_are_those_without_drafts(world: World) -> None:
     expected = draws(world.checkpoint, None, params)
     told = Told(right=0.8)
     told.known = [PROMPT + tokens for tokens in expected]
+    trees = Branching()
+    trees.known = told.known
     assert draws(world.checkpoint, told, params) == expected
+    assert draws(world.checkpoint, trees, params) == expected
     assert len({tuple(tokens) for tokens in expected}) > 8
 
 
@@ -141,17 +154,18 @@ def assert_distributed(drawn: list[list[int]], chances: dict[tuple[int, ...], fl
     assert statistic < freedom + 4 * math.sqrt(2 * freedom)
 
 
-@pytest.mark.parametrize("way", ["all"])
-def test_the_joint_distribution_of_some_draws(small: Checkpoint, way: str) -> None:
-    params = SamplingParams(seed=1, n=500, max_tokens=COUNT, ignore_eos=True, **WAYS[way])
-    assert_distributed(draws(small, Guessing(), [params]), joint(small, params, None))
+@pytest.mark.parametrize("proposer", [Guessing, Trees])
+def test_the_joint_distribution_of_some_draws(small: Checkpoint, proposer: Callable[[], Told]) -> None:
+    params = SamplingParams(seed=1, n=500, max_tokens=COUNT, ignore_eos=True, **WAYS["all"])
+    assert_distributed(draws(small, proposer(), [params]), joint(small, params, None))
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("proposer", [Guessing, Trees])
 @pytest.mark.parametrize("way", WAYS)
-def test_the_joint_distribution_of_three_tokens(small: Checkpoint, way: str) -> None:
+def test_the_joint_distribution_of_three_tokens(small: Checkpoint, way: str, proposer: Callable[[], Told]) -> None:
     params = [SamplingParams(seed=s, n=1000, max_tokens=COUNT, ignore_eos=True, **WAYS[way]) for s in range(24)]
-    assert_distributed(draws(small, Guessing(), params), joint(small, params[0], None))
+    assert_distributed(draws(small, proposer(), params), joint(small, params[0], None))
 
 
 @pytest.mark.slow

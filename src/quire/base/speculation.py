@@ -14,6 +14,8 @@ PROPOSERS = modules_in("quire.speculation.proposers")
 """The methods that need no model, and the module of each."""
 MAX_DEPTH = 64
 """Most drafts of a request in one step."""
+MAX_WIDTH = 8
+"""Most drafts behind one token."""
 WITH_MODEL = {"draft": "the draft model, as in draft:DIR", "eagle": "the EAGLE-3 head, as in eagle:DIR"}
 """The methods that have a model of their own, and what it is."""
 METHODS = ("auto", *PROPOSERS, *WITH_MODEL, "mtp")
@@ -34,6 +36,9 @@ class Speculation:
     ``lookup`` in this release."""
     depth: int = 32
     """Most drafts of a request in one step, 1 to ``MAX_DEPTH``. Fewer are tried where fewer pay."""
+    width: int = 1
+    """Most drafts of a draft model or a head behind one token, 1 to ``MAX_WIDTH``: 1 makes chains,
+    more make trees, of which the best ``depth`` drafts are verified."""
     model: str | os.PathLike[str] | None = None
     """The draft model of ``draft``: a name, directory, GGUF file or Hugging Face id. The head of
     ``eagle``: a directory or Hugging Face id."""
@@ -43,11 +48,18 @@ class Speculation:
         if type(self.depth) is not int or not 1 <= self.depth <= MAX_DEPTH:
             allowed = f"an integer in 1..{MAX_DEPTH}"
             raise InvalidArgument(field="speculative.depth", given=self.depth, allowed=allowed)
+        if type(self.width) is not int or not 1 <= self.width <= (most := 1 if self.is_lookup else MAX_WIDTH):
+            allowed = "1: lookup makes chains" if self.is_lookup else f"an integer in 1..{most}"
+            raise InvalidArgument(field="speculative.width", given=self.width, allowed=allowed)
         if self.model is not None and not isinstance(self.model, str | os.PathLike):
             raise InvalidArgument(field="speculative.model", given=self.model, allowed="the path or name of a model")
         if (self.method in WITH_MODEL) != bool(self.model):
             allowed = WITH_MODEL.get(self.method, f"left out: only {' and '.join(WITH_MODEL)} have one")
             raise InvalidArgument(field="speculative.model", given=self.model, allowed=allowed)
+
+    @property
+    def is_lookup(self) -> bool:
+        return self.method in ("auto", "lookup")
 
 
 def _check_method(name: str, given: object, method: object) -> None:
@@ -68,10 +80,10 @@ def read_speculation(name: str, given: Any) -> Speculation | None:
         _check_method(name, given, method)
         return Speculation(method=method, model=model or None)
     if isinstance(given, Mapping):
-        unknown = sorted(set(map(str, given)) - {"method", "depth", "model"})
+        unknown = sorted(set(map(str, given)) - {"method", "depth", "width", "model"})
         if unknown:
             raise InvalidArgument(
-                field=f"{name}.{unknown[0]}", given=given[unknown[0]], allowed="method, depth and model only"
+                field=f"{name}.{unknown[0]}", given=given[unknown[0]], allowed="method, depth, width and model only"
             )
         return Speculation(**given)
     raise InvalidArgument(

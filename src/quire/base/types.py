@@ -10,7 +10,7 @@ placeholders; E model width.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -103,6 +103,24 @@ class TokenTree:
     """
 
     parents: tuple[int, ...]
+
+    def child(self, node: int, token: int, tokens: Sequence[int]) -> int | None:
+        """Return the first node behind ``node`` (-1: a root) that has a token; ``tokens``: those of
+        the nodes. None if there is none."""
+        for index in range(node + 1, len(self.parents)):
+            if self.parents[index] == node and tokens[index] == token:
+                return index
+        return None
+
+    def path(self, wanted: Iterable[int], tokens: Sequence[int]) -> list[int]:
+        """Return the nodes from a root on that have the tokens ``wanted``, one behind the other, as
+        far as there are such."""
+        found = [-1]
+        for token in wanted:
+            if (child := self.child(found[-1], token, tokens)) is None:
+                break
+            found.append(child)
+        return found[1:]
 
 
 @dataclass(frozen=True, slots=True)

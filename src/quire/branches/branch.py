@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 
-from quire.base.token_history import TokenHistory
-from quire.base.types import BASE, AdapterRuns, SeqId
+from quire.base.token_history import Ids, TokenHistory
+from quire.base.types import BASE, AdapterRuns, SeqId, TokenTree
 from quire.kv.windows import Window
 
 
@@ -65,6 +65,8 @@ class Branch:
     computed: int = 0
     """Tokens whose state ``seq`` holds."""
     origin: Origin = COMPUTED
+    nodes: tuple[Ids, TokenTree] | None = None
+    """The tokens of the last tree that its sequence has run, of which a path may be committed."""
     mark: int | None = None
     """Position of a kept recurrent state to return to, in place of earlier ones; None: nowhere."""
 

@@ -87,6 +87,9 @@ class Extension:
 def extend(runner: Runner, step: Step, extensions: Sequence[Extension]) -> StepOutput:
     """Run a forward whose chunk i has the next tokens of ``extensions[i]``. They do not count
     before ``keep``."""
+    for extension, chunk in zip(extensions, step.chunks, strict=True):
+        if chunk.tree is not None:
+            extension.branch.nodes = chunk.tokens, chunk.tree  # type: ignore[assignment]
     output = runner.execute(step)
     for extension, chunk in zip(extensions, step.chunks, strict=True):
         ids: Ids = chunk.tokens  # type: ignore[assignment]

@@ -81,10 +81,13 @@ class BranchOwner(ABC):
             return
         held, nodes = self.state.sequence_length(branch.seq), self.state.pending_nodes(branch.seq)
         if nodes:
-            # Drafts ran as a tree of one path: its beginning is what counts.
-            kept = min(nodes, max(0, length - held))
-            self.apply(Commit((branch.seq,), (kept - 1,)))
-            held += kept
+            # Drafts ran as a tree: the path of the branch's tokens is what counts.
+            path: list[int] = []
+            if branch.nodes is not None:
+                tokens, tree = branch.nodes
+                path = tree.path(branch.tokens.ids[held:length].tolist(), tokens.tolist())
+            self.apply(Commit((branch.seq,), (path[-1] if path else -1,)))
+            held += len(path)
         branch.truncate_computed(self.pop(branch.seq, held, length))
 
     def reach(self, branch: Branch, length: int, what: str = "") -> int:

@@ -8,20 +8,22 @@ behind it counts (``EngineSteps``). Drafts change no output.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import takewhile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from quire.base.metrics import EngineMetrics
 from quire.base.speculation import Speculation, SpeculationCounts
+from quire.branches.extension import path_to
 from quire.engine.request import Request
 from quire.engine.step_builder import ScheduledStep, StepBuilder
 from quire.speculation.controller import Controller, Trust
 from quire.speculation.feature_reader import FeatureReader, Rows
-from quire.speculation.proposer import Context, Draft, Proposer, Remembering, problem_of, proposed
+from quire.speculation.proposer import NO_DRAFT, Context, Draft, Proposer, Remembering, problem_of, proposed
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from quire.contracts.kv_state import ModelState
     from quire.grammars.matcher import GrammarMatcher
     from quire.runner.local import StepOutput
@@ -53,6 +55,8 @@ class RequestDrafts:
     """The drafts of the step under way."""
     before: int = 0
     """Tokens of the output before that step."""
+    features: Sequence[Tensor] = ()
+    """Of that step: what the proposer reads of the drafts of a tree."""
 
 
 class Drafts:
@@ -74,7 +78,7 @@ class Drafts:
         self._vocab_size, self._metrics, self._tokenizer = vocab_size, metrics, tokenizer
         self.controller = Controller()
         self.are_trees = bool(state.recurrent_ids)
-        """Whether drafts run as a tree of one path, whose nodes keep the states of recurrent
+        """Whether chains run as a tree of one path too, whose nodes keep the states of recurrent
         layers."""
         self._requests: dict[Request, RequestDrafts] = {}
         self._trust = Trust()
@@ -90,10 +94,10 @@ class Drafts:
         """Return the counts of drafted and accepted tokens of a request."""
         return self._requests.setdefault(request, RequestDrafts(trust=Trust(self._trust)))
 
-    def choose(self, batch: StepBuilder, kept: Sequence[tuple[int, ...]] | None) -> list[tuple[int, ...]]:
+    def choose(self, batch: StepBuilder, kept: Sequence[tuple[int, ...]] | None) -> list[Draft]:
         """Return the drafts of each request of a step. ``kept``: per request, where recurrent
         states are kept."""
-        found: list[tuple[int, ...]] = [()] * len(batch.requests)
+        found = [NO_DRAFT] * len(batch.requests)
         able = [index for index in range(len(found)) if self._may(batch, index, kept)]
         rooms = [self._room(batch.requests[index]) for index in able]
         able = [index for index, room in zip(able, rooms, strict=True) if room > 0]
@@ -106,13 +110,15 @@ class Drafts:
         drafts = self._proposed([batch.requests[index] for index in able], rooms)
         if not any(draft.tokens for draft in drafts):
             return found
-        chances = [
-            [chance * self.of(batch.requests[index]).trust.factor for chance in draft.chances]
-            for index, draft in zip(able, drafts, strict=True)
-        ]
+        factors = [self.of(batch.requests[index]).trust.factor for index in able]
+        drafts = [draft.best(room, factor) for draft, room, factor in zip(drafts, rooms, factors, strict=True)]
+        promises = [draft.promises(factor) for draft, factor in zip(drafts, factors, strict=True)]
         decodes = sum(request.branch.remaining == 1 for request in batch.requests)
+        if decodes > 1:
+            mosts = [self.of(batch.requests[index]).trust.most_in_batch for index in able]
+            promises = [promised[:most] for promised, most in zip(promises, mosts, strict=True)]
         depths = self.controller.depths(
-            chances, decodes=decodes, rows=sum(batch.counts), most=min(batch.budget, batch.rows - len(able))
+            promises, decodes=decodes, rows=sum(batch.counts), most=min(batch.budget, batch.rows - len(able))
         )
         depths = self._fitting(batch, able, depths, sum(map(len, kept or ())))
         for index, draft, depth in zip(able, drafts, depths, strict=True):
@@ -120,8 +126,7 @@ class Drafts:
             if not depth:
                 notes.trust.rested()
                 continue
-            found[index] = tuple(draft.tokens[:depth])
-            notes.verifying = Draft(draft.tokens[:depth], draft.chances[:depth], draft.proposer)
+            found[index] = notes.verifying = draft.first(depth)
             notes.before = len(request.output.token_ids)
         return found
 
@@ -154,7 +159,7 @@ class Drafts:
             drafts = proposed(self._proposer, [context_of(request) for request in requests], most)
         except Exception as error:
             self._drop(requests, error)
-            drafts = [Draft()] * len(requests)
+            drafts = [NO_DRAFT] * len(requests)
         return [
             self._checked(request, draft, count) for request, draft, count in zip(requests, drafts, most, strict=True)
         ]
@@ -166,19 +171,24 @@ class Drafts:
             self.of(request).dropped = f"the proposer {self._proposer.name} raised {type(error).__name__}: {error}"
 
     def _checked(self, request: Request, draft: Draft, most: int) -> Draft:
-        """Return the beginning of a draft that can be verified."""
-        tokens, matcher = list(draft.tokens[:most]), request.output.matcher
+        """Return the part of a draft that can be verified."""
+        matcher = request.output.matcher
         if reason := problem_of(draft, self._vocab_size, most):
             self.of(request).dropped = f"the proposer {self._proposer.name} {reason}"
-            return Draft()
+            return NO_DRAFT
+        draft = replace(draft, proposer=self._proposer.name)
         if matcher is None:
-            return Draft(tokens, list(draft.chances[: len(tokens)]), self._proposer.name)
+            return draft
         forced = self._forced(matcher)[:most]
-        if tokens[: len(forced)] != forced:
+        if len(draft.tree.path(forced, draft.tokens)) < len(forced):
             # What the grammar leaves no choice in is surer than what was proposed.
             return Draft(forced, [FORCED] * len(forced), GRAMMAR)
-        tokens = tokens[: matcher.num_accepted(tokens)] if tokens else tokens
-        return Draft(tokens, list(draft.chances[: len(tokens)]), self._proposer.name)
+        parents = draft.tree.parents
+        kept: set[int] = set()
+        for leaf in set(range(len(draft))).difference(parents):
+            path = path_to(parents, leaf)
+            kept.update(path[: matcher.num_accepted([draft.tokens[node] for node in path])])
+        return draft.of(sorted(kept))
 
     def _forced(self, matcher: GrammarMatcher) -> list[int]:
         """Return the tokens of a text that must come next. The model may cut it otherwise."""
@@ -221,26 +231,43 @@ class Drafts:
             return
         counts = [len(chunk.tokens) for chunk in scheduled.step.chunks]
         parts = zip(*(feature_TE.split_with_sizes(counts) for feature_TE in output.features), strict=True)
-        read = [
-            (request, Rows(context_of(request), extension.start, chunk.tokens, features))
-            for request, extension, chunk, features in zip(
-                scheduled.requests, scheduled.extensions, scheduled.step.chunks, parts, strict=True
-            )
-            if self._is_read(request)
-        ]
+        read = {}
+        for index, (request, extension, features) in enumerate(
+            zip(scheduled.requests, scheduled.extensions, parts, strict=True)
+        ):
+            if not self._is_read(request):
+                continue
+            tokens = scheduled.step.chunks[index].tokens
+            if scheduled.draft(index).parents:
+                # Which path of the tree counts is known later.
+                self.of(request).features = [one[1:] for one in features]
+                tokens, features = tokens[:1], tuple(one[:1] for one in features)
+            read[request] = Rows(context_of(request), extension.start, tokens, features)
+        self._read(read)
+
+    def _read(self, rows: Mapping[Request, Rows]) -> None:
+        """Give the proposer rows of requests. One that fails is dropped for these."""
+        assert self._reader is not None
         try:
-            self._reader.ran([rows for _, rows in read])
+            self._reader.ran(list(rows.values()))
         except Exception as error:
-            self._drop([request for request, _ in read], error)
+            self._drop(list(rows), error)
 
     def verified(self, request: Request) -> None:
         """Note the number of accepted drafts of a request in the step under way."""
         if (notes := self._requests.get(request)) is None or (draft := notes.verifying) is None:
             return
-        notes.verifying = None
-        drawn = request.output.token_ids[notes.before :]
-        accepted = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(drawn, draft.tokens, strict=False)))
-        notes.trust.verified(draft.chances, accepted)
+        features, notes.verifying, notes.features = notes.features, None, ()
+        path = draft.tree.path(request.output.token_ids[notes.before :], draft.tokens)
+        accepted = len(path)
+        notes.trust.verified(draft.compared(path), accepted)
+        if path and features and self._is_read(request):
+            start, tokens = (
+                len(request.branch.tokens) - len(request.output.token_ids) + notes.before,
+                draft.of(path).tokens,
+            )
+            rows = Rows(context_of(request), start, tokens, [one[path] for one in features])
+            self._read({request: rows})
         notes.drafted += len(draft.tokens)
         notes.accepted += accepted
         notes.steps += 1

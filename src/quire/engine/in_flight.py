@@ -15,13 +15,14 @@ if TYPE_CHECKING:
     from quire.branches.session_branches import SessionBranches
     from quire.engine.sampling_step import Drawing
     from quire.engine.timeline import StepMark
+    from quire.speculation.proposer import Draft
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftRows:
     """The drafts of a request that a step has run."""
 
-    tokens: tuple[int, ...]
+    draft: Draft
     logits_RV: Tensor
     """The logits behind each of them, ``[R, V]``."""
     first: Sequence[int] | None = None

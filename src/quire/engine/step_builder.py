@@ -12,6 +12,7 @@ from quire.base.errors import QuireError
 from quire.base.types import Chunk, LogitsWanted, SeqId, Step
 from quire.branches.extension import Extension
 from quire.engine.request import Request
+from quire.speculation.proposer import NO_DRAFT, Draft
 
 if TYPE_CHECKING:
     from quire.branches.owner import BranchOwner
@@ -39,12 +40,12 @@ class ScheduledStep:
     extensions: tuple[Extension, ...]
     failed: tuple[Failure, ...] = ()
     """Requests that can never run, with the reason; they hold nothing any more."""
-    drafts: tuple[tuple[int, ...], ...] = ()
+    drafts: tuple[Draft, ...] = ()
     """The last tokens of each chunk that are drafts; empty: no chunk has any."""
 
-    def draft(self, index: int) -> tuple[int, ...]:
+    def draft(self, index: int) -> Draft:
         """Return the drafts of a chunk."""
-        return self.drafts[index] if self.drafts else ()
+        return self.drafts[index] if self.drafts else NO_DRAFT
 
 
 @dataclass(slots=True)
@@ -126,22 +127,22 @@ def scheduled(
     counts: Sequence[int],
     checkpoints: Iterable[tuple[int, ...]],
     failed: Sequence[Failure] = (),
-    drafts: Sequence[tuple[int, ...]] = (),
+    drafts: Sequence[Draft] = (),
     *,
     trees: bool = False,
 ) -> ScheduledStep:
     """Return the step of the next ``counts[i]`` tokens of each request, and ``drafts[i]`` behind
-    them. ``trees``: drafts run as a tree of one path, of which each node keeps the states of
+    them. ``trees``: chains run as a tree of one path too, so that each node keeps the states of
     recurrent layers."""
     extensions = tuple(Extension(one.branch, one.branch.computed, one.branch.runs) for one in requests)
     chunks = tuple(map(_chunk, requests, extensions, counts, checkpoints))
     if not any(drafts):
         return ScheduledStep(Step(chunks=chunks), tuple(requests), extensions, tuple(failed))
     for extension, draft in zip(extensions, drafts, strict=True):
-        if draft and trees:
-            extension.parents = tuple(range(-1, len(draft)))
+        if draft and (trees or draft.parents):
+            extension.parents = (-1, *(parent + 1 for parent in draft.tree.parents))
     chunks = tuple(
-        extension.chunk(np.array([*chunk.tokens, *draft], dtype=np.int64), "all") if draft else chunk
+        extension.chunk(np.array([*chunk.tokens, *draft.tokens], dtype=np.int64), "all") if draft else chunk
         for extension, chunk, draft in zip(extensions, chunks, drafts, strict=True)
     )
     return ScheduledStep(Step(chunks=chunks), tuple(requests), extensions, tuple(failed), tuple(drafts))

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass, replace
 
@@ -415,31 +415,31 @@ class EngineSteps:
         """Draw behind the drafts that are the tokens drawn, one after the other; take back the
         others. The first tokens are taken in."""
         assert self.drafts is not None
-        going_on = list(flight.drafted)
-        number = 0
-        while going_on := [one for one in going_on if self._is_accepted(one, flight.drafted[one].tokens, number)]:
-            for request in going_on:
+        places = dict.fromkeys(flight.drafted, -1)
+        while places := self._accepted(flight, places):
+            for request in places:
                 request.branch.computed += 1
                 self._note_run(request)
-            rows = [flight.drafted[request] for request in going_on]
-            logits_RV = torch.stack([one.logits_RV[number] for one in rows])
-            known = [one.first[number] for one in rows if one.first is not None]
-            self.sampling.take(self.sampling.draw(logits_RV, going_on, known if len(known) == len(rows) else None))
-            number += 1
+            rows = [(flight.drafted[request], place) for request, place in places.items()]
+            logits_RV = torch.stack([one.logits_RV[place] for one, place in rows])
+            known = [one.first[place] for one, place in rows if one.first is not None]
+            self.sampling.take(self.sampling.draw(logits_RV, list(places), known if len(known) == len(rows) else None))
         for request in flight.drafted:
             if not request.finished:
                 self.branches.rollback(request.branch, request.branch.computed)
 
-    def _is_accepted(self, request: Request, drafts: Sequence[int], number: int) -> bool:
-        """Return whether the token that a request has drawn last is its draft of this number, and
-        the next one can be drawn. Note the end of its drafts."""
-        token = request.output.token_ids[-1] if request.output.token_ids else None
-        matched = number < len(drafts) and token == drafts[number]
-        if matched and not request.finished and request.ready:
-            return True
-        if self.drafts is not None:
-            self.drafts.verified(request)
-        return False
+    def _accepted(self, flight: InFlightStep, places: Mapping[Request, int]) -> dict[Request, int]:
+        """Return the requests that have drawn a draft last, behind that at ``places``, with its
+        place, and can draw the next token. Note the end of the drafts of the others."""
+        found = {}
+        for request, before in places.items():
+            draft, tokens = flight.drafted[request].draft, request.output.token_ids
+            place = draft.tree.child(before, tokens[-1], draft.tokens) if tokens else None
+            if place is not None and not request.finished and request.ready:
+                found[request] = place
+            elif self.drafts is not None:
+                self.drafts.verified(request)
+        return found
 
     def _count_ahead(self, flight: InFlightStep, redrawn: set[Request]) -> None:
         """Count the tokens that a step ahead has run, now that they are known. It ran another token

@@ -54,7 +54,8 @@ class Drafting:
         """By cache and row."""
 
     def drafts(self, rows: Sequence[tuple[KVCache, int, Ids]], most: Sequence[int]) -> list[Draft]:
-        """Return drafts of rows, at most ``most[i]`` of row i: as many as pay. ``rows``: of each
+        """Return drafts of rows, at most ``most[i]`` of row i: as many as pay, of a tree its
+        likeliest chain. ``rows``: of each
         the cache, its row there, and all tokens, of which the last one has not run."""
         if self.dropped:
             return [Draft()] * len(rows)
@@ -70,21 +71,16 @@ class Drafting:
             self.dropped = f"the proposer {self.proposer.name} raised {type(error).__name__}: {error}"
         if self.dropped:
             return [Draft()] * len(rows)
-        chances = [
-            [chance * one.trust.factor for chance in draft.chances[:count]]
-            for one, draft, count in zip(known, found, most, strict=True)
-        ]
-        depths = self.controller.depths(chances, decodes=len(rows), rows=len(rows), most=sum(map(len, chances)))
-        return [
-            Draft(draft.tokens[:depth], draft.chances[:depth], self.proposer.name)
-            for draft, depth in zip(found, depths, strict=True)
-        ]
+        found = [draft.chain().first(count) for draft, count in zip(found, most, strict=True)]
+        promises = [draft.promises(one.trust.factor) for one, draft in zip(known, found, strict=True)]
+        depths = self.controller.depths(promises, decodes=len(rows), rows=len(rows), most=sum(map(len, found)))
+        return [draft.first(depth) for draft, depth in zip(found, depths, strict=True)]
 
     def verified(self, cache: KVCache, row: int, draft: Draft, accepted: int) -> None:
         """Note the number of accepted drafts of a row."""
         if (known := self._rows.get((cache.cache_id, row))) is not None:
             if draft.tokens:
-                known.trust.verified(draft.chances, accepted)
+                known.trust.verified(draft.compared(range(accepted)), accepted)
             else:
                 known.trust.rested()
 

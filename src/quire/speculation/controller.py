@@ -9,27 +9,21 @@ most are taken.
 from __future__ import annotations
 
 import time
-from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 GAIN = 1.03
 """Drafts are taken if they promise so many times the tokens per second of none."""
-SURE = 0.8
+SURE = 0.9
 """In a large batch drafts are taken that are accepted with at least this probability; in one of n
 requests, 1 - 1 / n of it. The requests of a batch wait for the last one: most of what a draft saves
 of a step is saved only if the others have accepted drafts too."""
 FIRST_SLOPE = 0.04
 """What a further row costs of a step of one row, until that is known."""
-WEIGHT = 0.2
-"""The weight of a measurement in the estimate of its width."""
-DRIFT = 0.05
-"""Its weight in the estimates of all widths: contexts grow, and machines get busy."""
-FORGETTING = 0.01
-"""How far the estimate of a width that was not tried for long comes back to the first guess, each
-step."""
-LONG = 200
-"""Steps after which that begins."""
+COST_MEMORY = 0.98
+"""The weight of earlier steps in the line, each time that one is measured."""
+SLOPE_BEFORE = 4.0
+"""The weight of ``FIRST_SLOPE`` in it: a sum of squares, of rows about their mean."""
 TRIAL = 5
 """Steps for which drafting or not is tried. The first one, which prepares, is not measured."""
 PAUSE = 32
@@ -44,66 +38,43 @@ TRUST_MEMORY = 0.98
 """The weight of earlier drafts in it, each time that some are verified."""
 TRUST_REST = 0.995
 """Their weight after a step without drafts."""
+FIRST_DRAFTS, GROWTH = 2, 2
+"""Drafts of a request in a batch: at first, and how many more for each that was accepted last."""
 OUTLIER = 2.0
 """A measurement counts as at most so many times the estimate: one hiccup ends nothing."""
 
 
 class StepCosts:
-    """The seconds of a step by its number of rows."""
+    """The seconds of a step by its number of rows: a line through the steps so far, of which later
+    ones weigh more. On a busy machine steps of one width differ by a factor, and a line through all
+    of them is nearer to what a row costs than estimates of single widths are."""
 
     def __init__(self) -> None:
-        self._seconds: dict[int, float] = {}
-        self._widths: list[int] = []
-        """The measured widths, ascending."""
-        self._steps = 0
-        self._tried: dict[int, int] = {}
-        """By width the step of its last measurement."""
+        self._weight = self._rows = self._seconds = self._squares = self._products = 0.0
+        """Weighted sums over the steps: of 1, rows, seconds, squares of rows, and products."""
 
     def seconds(self, rows: int) -> float:
         """Return the estimate for a step of ``rows`` rows. It is monotone in ``rows``."""
-        widths, known = self._widths, self._seconds
-        if not widths:
+        if not self._weight:
             return 1.0 + FIRST_SLOPE * (rows - 1)
-        index = bisect_left(widths, rows)
-        if index == len(widths):
-            return self._beyond(rows)
-        # A step that was wider and took less bounds it.
-        least = min(known[width] for width in widths[index:])
-        if widths[index] == rows or index == 0:
-            return least
-        below = widths[index - 1]
-        base = min(known[below], least)
-        return base + (least - base) * (rows - below) / (widths[index] - below)
-
-    def _beyond(self, rows: int) -> float:
-        """Return the estimate for a width above all that were measured."""
-        first, last = self._widths[0], self._widths[-1]
-        base, end = min(self._seconds.values()), self._seconds[last]
-        slope = FIRST_SLOPE * base
-        if last > first:
-            slope = max(slope, (end - base) / (last - first))
-        return end + slope * (rows - last)
+        mean, seconds = self._rows / self._weight, self._seconds / self._weight
+        spread = max(0.0, self._squares - self._rows * mean)
+        guess = FIRST_SLOPE * seconds / (1 + FIRST_SLOPE * (mean - 1))
+        slope = (self._products - self._rows * seconds + SLOPE_BEFORE * guess) / (spread + SLOPE_BEFORE)
+        # No rows take no time at least.
+        slope = min(max(slope, 0.0), seconds / mean)
+        return seconds + slope * (rows - mean)
 
     def measured(self, rows: int, seconds: float) -> None:
         """Record the ``seconds`` of a step of ``rows`` rows."""
-        expected = self.seconds(rows) if self._widths else seconds
-        ratio = min(max(seconds / expected, 1 / OUTLIER), OUTLIER)
-        if rows not in self._seconds:
-            insort(self._widths, rows)
-            self._seconds[rows] = expected * ratio
-        else:
-            self._seconds[rows] *= 1 + WEIGHT * (ratio - 1)
-        self._steps += 1
-        self._tried[rows] = self._steps
-        base = self._seconds[self._widths[0]]
-        for width in self._widths:
-            if width == rows:
-                continue
-            value = self._seconds[width] * (1 + DRIFT * (ratio - 1))
-            if self._steps - self._tried[width] > LONG:
-                guess = min(value, base * (1 + FIRST_SLOPE * (width - self._widths[0])))
-                value += FORGETTING * (guess - value)
-            self._seconds[width] = value
+        if self._weight:
+            expected = self.seconds(rows)
+            seconds = min(max(seconds, expected / OUTLIER), expected * OUTLIER)
+        self._weight = COST_MEMORY * self._weight + 1
+        self._rows = COST_MEMORY * self._rows + rows
+        self._seconds = COST_MEMORY * self._seconds + seconds
+        self._squares = COST_MEMORY * self._squares + rows * rows
+        self._products = COST_MEMORY * self._products + rows * seconds
 
 
 @dataclass(slots=True, eq=False)
@@ -115,6 +86,14 @@ class Trust:
     """That of all requests, from which one request's begins."""
     promised: float = 0.0
     accepted: float = 0.0
+    last: int = 0
+    """Accepted drafts of its last step that had drafts."""
+
+    @property
+    def most_in_batch(self) -> int:
+        """The most drafts beside others. A long copy that ends costs a batch more than it saves, so
+        their number grows with those that were accepted."""
+        return FIRST_DRAFTS + GROWTH * self.last
 
     @property
     def factor(self) -> float:
@@ -122,13 +101,14 @@ class Trust:
         before = DRAFTS_BEFORE * (1.0 if self.others is None else self.others.factor)
         return min(1.0, (self.accepted + before) / (self.promised + DRAFTS_BEFORE))
 
-    def verified(self, chances: Sequence[float], accepted: int) -> None:
-        """Note the number of accepted drafts among drafts of these chances."""
-        # Those behind the first wrong one were compared with nothing.
-        self.promised = TRUST_MEMORY * self.promised + sum(chances[: accepted + 1])
+    def verified(self, promised: float, accepted: int) -> None:
+        """Note the number of accepted drafts. ``promised``: the sum of the chances of the drafts
+        that were compared with a token."""
+        self.promised = TRUST_MEMORY * self.promised + promised
         self.accepted = TRUST_MEMORY * self.accepted + accepted
+        self.last = accepted
         if self.others is not None:
-            self.others.verified(chances, accepted)
+            self.others.verified(promised, accepted)
 
     def rested(self) -> None:
         """Note a step without drafts: after many, the chances are trusted again."""
@@ -144,24 +124,17 @@ class Controller:
     def __init__(self) -> None:
         self.costs = StepCosts()
 
-    def depths(self, chances: Sequence[Sequence[float]], *, decodes: int, rows: int, most: int) -> list[int]:
+    def depths(self, promises: Sequence[Sequence[float]], *, decodes: int, rows: int, most: int) -> list[int]:
         """Return the number of drafts of each request to verify, together at most ``most``.
 
-        ``chances[i]``: of each draft of request i, that it is accepted if those before it are.
-        ``decodes``: requests of the step that draw a token anyway. ``rows``: its rows without
-        drafts.
+        ``promises[i]``: of each draft of request i the probability that it is accepted, the best
+        one first (``Draft.best``). ``decodes``: requests of the step that draw a token anyway.
+        ``rows``: its rows without drafts.
         """
-        # A draft promises less than the one before it, so the best ones are beginnings of chains.
-        found: list[tuple[float, int]] = []
         least = SURE * (1 - 1 / max(1, decodes))
-        for request, chain in enumerate(chances):
-            through = 1.0
-            for chance in chain:
-                through *= chance
-                if through >= least:
-                    found.append((through, request))
+        found = [(one, request) for request, drafts in enumerate(promises) for one in drafts if one >= least]
         found.sort(key=lambda one: -one[0])
-        depths, seconds = [0] * len(chances), self.costs.seconds
+        depths, seconds = [0] * len(promises), self.costs.seconds
         tokens, without = float(decodes), seconds(rows)
         own = seconds(decodes)
         best, best_count = GAIN * tokens / own, 0

@@ -2,8 +2,8 @@
 
 It has a KV state of its own with a sequence for each request, which follows the request's tokens:
 tokens that differ are popped, and missing ones run, several requests in one forward. Then each
-request gets the tokens that the model finds most likely, one forward for each further draft of all
-requests together.
+request gets the tokens that the model finds most likely, one forward for each further level of all
+requests' trees together. Of a tree the likeliest path stays in the state.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import NoReturn
 
 from quire.base.errors import InvalidArgument
 from quire.base.token_history import Ids, TokenHistory, common_prefix
-from quire.base.types import Add, Chunk, Fork, Pop, Remove, SeqId, Step
+from quire.base.types import Add, Chunk, Commit, Fork, Pop, Remove, SeqId, Step, TokenTree
 from quire.runner.local import Runner
-from quire.speculation.chains import LikelyChain, most_likely
 from quire.speculation.controller import Pace
+from quire.speculation.likely_trees import LikelyTree, most_likely
 from quire.speculation.proposer import NO_DRAFT, Context, Draft
 from quire.text.tokenizer import Tokenizer
 
@@ -44,7 +44,7 @@ class Follower:
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
-class Chain(LikelyChain):
+class Chain(LikelyTree):
     """The drafts of one request."""
 
     follower: Follower
@@ -64,12 +64,17 @@ class DraftModel:
 
     name = "draft"
 
-    def __init__(self, runner: Runner, *, max_len: int, step_tokens: int, vocab_size: int | None = None) -> None:
+    def __init__(
+        self, runner: Runner, *, max_len: int, step_tokens: int, vocab_size: int | None = None, width: int = 1
+    ) -> None:
         """``max_len``: the longest sequence; ``step_tokens``: most tokens of a forward;
-        ``vocab_size``: that of the model it drafts for, None: its own."""
+        ``vocab_size``: that of the model it drafts for, None: its own; ``width``: most drafts
+        behind one token; with recurrent layers it is 1."""
         state = runner.state
         self._vocab_size = runner.model.vocab_size if vocab_size is None else vocab_size
         self.runner, self._state, self._step_tokens = runner, state, step_tokens
+        # Each node of a tree would need a recurrent state.
+        self._width = 1 if state.recurrent_ids else width
         self._max_len = max_len if state.capacity is None else min(max_len, state.capacity)
         self._followers: OrderedDict[Hashable, Follower] = OrderedDict()
         """By request, the least recently used one first."""
@@ -94,7 +99,7 @@ class DraftModel:
             for context in contexts:
                 self._forget(context.name)
             raise
-        return [NO_DRAFT if chain is None else Draft(chain.tokens, chain.chances) for chain in chains]
+        return [NO_DRAFT if chain is None else chain.draft for chain in chains]
 
     def ended(self, context: Context) -> None:
         """See ``Proposer``. Its sequence is kept for what begins with its tokens: the next turn of
@@ -165,7 +170,7 @@ class DraftModel:
         tokens.truncate(kept)
         if kept < length:
             self.runner.execute(Step(edits=(Pop(seq, length - kept),)))
-        return Chain(follower=follower, ids=ids, most=most, seq=seq)
+        return Chain(follower=follower, ids=ids, most=most, seq=seq, width=self._width)
 
     def _catch_up(self, chains: list[Chain]) -> list[Chain]:
         """Run missing tokens of the requests, at most those of one forward, short ones first.
@@ -194,26 +199,52 @@ class DraftModel:
 
     def _extend(self, chains: list[Chain]) -> None:
         """Draft further tokens."""
-        going_on = [chain for chain in chains if chain.is_open]
+        going_on = [chain for chain in chains if chain.next]
         if self._state.forgets and going_on:
             for chain in going_on:
                 chain.seq = self.runner.new_seq()
                 self._forks.append(chain.seq)
             self.runner.execute(Step(edits=tuple(Fork(chain.follower.seq, chain.seq) for chain in going_on)))
         busy = {chain.follower.seq for chain in chains}
-        while going_on := self._fitting([chain for chain in going_on if chain.is_open], busy=busy):
+        while going_on := [chain for chain in going_on if chain.next]:
+            # Trees have the room that was found for as many tokens.
+            if self._width == 1 and not (going_on := self._fitting(going_on, busy=busy)):
+                break
             chunks = []
             for chain in going_on:
-                chain.follower.tokens.append(chain.tokens[-1])
-                chunks.append(Chunk(chain.seq, chain.tokens[-1:]))
+                if self._width == 1:
+                    chain.follower.tokens.append(chain.tokens[-1])
+                    chunks.append(Chunk(chain.seq, chain.next_tokens))
+                else:
+                    chunks.append(Chunk(chain.seq, chain.next_tokens, TokenTree(chain.next_parents), logits="all"))
             self._run(chunks, going_on)
+        if self._width > 1:
+            self._keep_paths([chain for chain in chains if chain.ran])
+
+    def _keep_paths(self, chains: Sequence[Chain]) -> None:
+        """Keep the likeliest path of each tree that has run."""
+        leaves = []
+        for chain in chains:
+            path = [-1]
+            # Of siblings the first one is the likeliest.
+            while (node := next((one for one in chain.ran if chain.parents[one] == path[-1]), None)) is not None:
+                path.append(node)
+            leaves.append(chain.ran.index(path[-1]))
+            chain.follower.tokens.extend([chain.tokens[one] for one in path[1:]])
+        if chains:
+            self.runner.execute(Step(edits=(Commit(tuple(chain.seq for chain in chains), tuple(leaves)),)))
 
     def _run(self, chunks: Sequence[Chunk], chains: Sequence[Chain]) -> None:
-        """Run a forward whose rows of logits are those of ``chains``, and give each a draft."""
+        """Run a forward whose rows of logits are those of ``chains``, and give each its drafts."""
         output = self.runner.execute(Step(chunks=tuple(chunks)))
-        if chains:
-            for chain, token, chance in zip(chains, *most_likely(output.logits_RV[:, : self._vocab_size]), strict=True):
-                chain.add(token, chance)
+        if not chains:
+            return
+        tokens, chances = most_likely(output.logits_RV[:, : self._vocab_size], self._width)
+        start = 0
+        for chain in chains:
+            stop = start + max(1, len(chain.next))
+            chain.add(tokens[start:stop], chances[start:stop])
+            start = stop
 
     def _fitting(
         self, chains: list[Chain], counts: Sequence[int] | None = None, *, busy: Collection[SeqId] = ()

@@ -4,8 +4,8 @@ Row t of the head has the hidden state of the target at position t and token t +
 t + 2. The head has a KV state with a sequence for each request. Hidden states come with each step
 (``ran``), and count as far as the tokens that they were computed for are the request's, so those of
 rejected drafts are left. For a draft the missing rows run, several requests in one forward; then
-each further draft takes one forward of all requests, with the head's own output in place of hidden
-states. These rows are popped.
+each further level of drafts takes one forward of all requests, with the head's own output in place
+of hidden states. These rows are popped.
 
 The sequences of the last requests that have ended stay. A request that goes on where another one
 of its salt is, as a turn of a session or a second sample does, forks that one's sequence. Where
@@ -18,19 +18,20 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from quire.base.token_history import Ids, TokenHistory, common_prefix
-from quire.base.types import Add, Chunk, Fork, Inputs, LogitsWanted, Pop, Remove, SeqId, Step
+from quire.base.types import Add, Chunk, Commit, Fork, Inputs, LogitsWanted, Pop, Remove, SeqId, Step, TokenTree
 from quire.base.uploads import uploaded
 from quire.models.heads import Head
 from quire.runner.local import Runner, StepOutput
-from quire.speculation.chains import LikelyChain, most_likely
 from quire.speculation.controller import Pace
 from quire.speculation.feature_reader import Rows
+from quire.speculation.likely_trees import LikelyTree, most_likely
 from quire.speculation.proposer import NO_DRAFT, Context, Draft
 
 PLACEHOLDER = -1
@@ -142,22 +143,25 @@ class Reader:
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
-class Chain(LikelyChain):
+class Chain(LikelyTree):
     """The drafts of one request."""
 
     reader: Reader
-    state_1E: Tensor | None = None
-    """What stands for the hidden state of its last draft."""
+    states_NE: Tensor | None = None
+    """What stands for the hidden states of its last rows."""
 
 
 class Heads:
     """Proposes the most likely tokens of a head of the target."""
 
-    def __init__(self, runner: Runner, head: Head, name: str, *, max_len: int, step_tokens: int) -> None:
+    def __init__(
+        self, runner: Runner, head: Head, name: str, *, max_len: int, step_tokens: int, width: int = 1
+    ) -> None:
         """``runner``: of the head; ``max_len``: the longest sequence; ``step_tokens``: most tokens
-        of a forward."""
+        of a forward; ``width``: most drafts behind one token."""
         state = runner.state
         self.runner, self.head, self.name, self._state, self._step_tokens = runner, head, name, state, step_tokens
+        self._width = width
         self._max_len = max_len if state.capacity is None else min(max_len, state.capacity)
         self._most_waiting = min(MOST_WAITING, step_tokens - 1)
         self._readers: OrderedDict[Hashable, Reader] = OrderedDict()
@@ -195,7 +199,7 @@ class Heads:
             for context in contexts:
                 self._forget(context.name)
             raise
-        return [NO_DRAFT if chain is None else Draft(chain.tokens, chain.chances) for chain in chains]
+        return [NO_DRAFT if chain is None else chain.draft for chain in chains]
 
     def ended(self, context: Context) -> None:
         """See ``Proposer``. Its sequence stays for requests that go on there."""
@@ -233,6 +237,9 @@ class Heads:
         if not state.has_sequence(seq):
             self.runner.execute(Step(edits=(Add(seq),)))
         length = state.sequence_length(seq)
+        if state.pending_nodes(seq):
+            self.runner.execute(Step(edits=(Commit((seq,), (-1,)),)))
+            length = state.sequence_length(seq)
         if length < reader.num_run:
             reader.begin_at(reader.first)
         if length > reader.num_run:
@@ -267,7 +274,7 @@ class Heads:
         if not reader.follow(ids):
             return None
         self._pop(reader)
-        return Chain(reader=reader, most=most)
+        return Chain(reader=reader, most=most, width=self._width)
 
     def _draft(self, chains: list[Chain]) -> None:
         chains, counts = chains[: self._step_tokens], []
@@ -291,10 +298,12 @@ class Heads:
             reader.ran(count)
         self._take(chains, output, np.cumsum(counts) - 1)
         try:
-            while chains := [chain for chain in chains if chain.is_open]:
-                ones = [1] * len(chains)
-                output = self._run([chain.reader for chain in chains], ones, self._drafted(chains), "last")
-                self._take(chains, output, np.arange(len(chains)))
+            while chains := [chain for chain in chains if chain.next]:
+                counts = [len(chain.next) for chain in chains]
+                trees = None if self._width == 1 else [TokenTree(chain.next_parents) for chain in chains]
+                wanted: LogitsWanted = "last" if trees is None else "all"
+                output = self._run([chain.reader for chain in chains], counts, self._drafted(chains), wanted, trees)
+                self._take(chains, output, np.arange(sum(counts)))
         finally:
             for reader in readers:
                 self._pop(reader)
@@ -302,13 +311,17 @@ class Heads:
     def _take(
         self, chains: Sequence[Chain], output: StepOutput, rows: np.ndarray[tuple[int], np.dtype[np.int64]]
     ) -> None:
-        """Give each chain a draft, of the logits and the outputs ``rows`` of a forward."""
-        tokens, chances = most_likely(output.logits_RV)
+        """Give each chain its drafts, of the logits and the outputs ``rows`` of a forward."""
+        tokens, chances = most_likely(output.logits_RV, self._width)
+        tokens = [self.head.target_ids(one) for one in tokens]
         with torch.inference_mode():
             states_RE = self.head.following(output.features[0].index_select(0, uploaded(rows, self.head.device)))
-        for row, (chain, token, chance) in enumerate(zip(chains, self.head.target_ids(tokens), chances, strict=True)):
-            chain.add(token, chance)
-            chain.state_1E = states_RE[row : row + 1]
+        start = 0
+        for chain in chains:
+            stop = start + max(1, len(chain.next))
+            chain.add(tokens[start:stop], chances[start:stop])
+            chain.states_NE = states_RE[start:stop]
+            start = stop
 
     def _input(self, reader: Reader, count: int) -> Tensor:
         """Return the next rows of a reader."""
@@ -318,21 +331,26 @@ class Heads:
             return self.head.rows(tokens, reader.states_NE[start - reader.first : start - reader.first + count])
 
     def _drafted(self, chains: Sequence[Chain]) -> Tensor:
-        """Return the row of the last draft of each chain."""
-        tokens = np.array([chain.tokens[-1] for chain in chains], dtype=np.int64)
+        """Return the rows of the next drafts of each chain."""
+        tokens = np.array([token for chain in chains for token in chain.next_tokens], dtype=np.int64)
         with torch.inference_mode():
-            states_TE = torch.cat([chain.state_1E for chain in chains if chain.state_1E is not None])
+            states_TE = torch.cat([chain.states_NE[chain.rows] for chain in chains if chain.states_NE is not None])
             return self.head.rows(uploaded(tokens, self.head.device), states_TE)
 
     def _run(
-        self, readers: Sequence[Reader], counts: Sequence[int], rows_TC: Tensor, logits: LogitsWanted
+        self,
+        readers: Sequence[Reader],
+        counts: Sequence[int],
+        rows_TC: Tensor,
+        logits: LogitsWanted,
+        trees: Sequence[TokenTree] | None = None,
     ) -> StepOutput:
         """Run rows of the head, the next ``counts[i]`` behind each sequence."""
         chunks = tuple(
-            Chunk(reader.seq, [PLACEHOLDER] * count, logits=logits)
-            for reader, count in zip(readers, counts, strict=True)
+            Chunk(reader.seq, [PLACEHOLDER] * count, tree, logits=logits)
+            for reader, count, tree in zip(readers, counts, trees or repeat(None), strict=False)
         )
-        features = (0,) if logits == "last" else ()
+        features = () if logits == "none" else (0,)
         return self.runner.execute(Step(chunks=chunks, inputs=Inputs(embeddings=rows_TC, features=features)))
 
     def _have_room(self, readers: Sequence[Reader], counts: Sequence[int]) -> bool:
