@@ -47,6 +47,11 @@ class SocketEnd(ABC):
         for thread in self._threads:
             thread.start()
 
+    @property
+    def is_open(self) -> bool:
+        """Whether messages pass, as far as is known."""
+        return not (self._closing or self._fault)
+
     def send(self, parts: Buffers) -> None:
         with self._changed:
             if self._closing or self._fault:

@@ -149,11 +149,12 @@ def cancel(state: StateParts, seq_id: SeqId) -> None:
 
 
 def end_transfers(state: StateParts, seq_ids: Iterable[SeqId]) -> None:
-    """Cancel what is sent or received of sequences that go."""
+    """Cancel what is sent or received of sequences that go. What was sent whole stays sent."""
     for seq_id in seq_ids:
         if (transfer := state.transfers.get(seq_id)) is not None:
             _forget(state, seq_id)
-            _tell(transfer, "cancel")
+            if not (isinstance(transfer, SendMark) and transfer.ended):
+                _tell(transfer, "cancel")
 
 
 def check_forward(state: StateParts, need: ForwardNeed) -> None:
@@ -282,7 +283,7 @@ def _dispatch(state: StateParts, channel: Channel, header: Mapping[str, Any], da
         found.fail(Cancelled(f"the other side has cancelled the hand-over; {found.told()}"))
     elif kind == "failed":
         found.fail(DataLoss(f"the other side has failed ({header.get('reason')}); {found.told()}"))
-    elif isinstance(found, Reception):
+    elif isinstance(found, Reception) and kind != "alive":
         found.take(header, data)
     elif isinstance(found, SendMark) and kind == "done":
         found.delivered = True
