@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import threading
 import time
@@ -11,9 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from tests.examples import examples
 from tests.server.conftest import OPTIONS, serving
+from tests.server.killable import killable
 
 from quire import AsyncLLM, SamplingParams
 from quire.base.errors import InvalidArgument
@@ -59,7 +62,6 @@ def joined(prefiller: AsyncLLM, decoder: AsyncLLM, url: str, trust: Trust = SECR
     first = PrefillSide(prefiller, url, SECRET, prefiller.identity.fields())
     second = DecodeSide(decoder, first.url, trust, decoder.identity.fields())
     decoder.before_prompts = second.bring
-    before = threading.active_count()
     try:
         yield second
     finally:
@@ -72,7 +74,6 @@ def joined(prefiller: AsyncLLM, decoder: AsyncLLM, url: str, trust: Trust = SECR
             assert llm.engine.runner.state.empty(), "pages in, pages out"
             assert not llm.engine.runner.state.parts.transfers  # type: ignore[attr-defined]
     until(lambda: not [one for one in threading.enumerate() if one.name.startswith(("quire-channel", "quire-peer"))])
-    del before
 
 
 def until(true: Callable[[], object], seconds: float = 20.0) -> None:
@@ -272,8 +273,57 @@ def test_a_silent_server(
     with joined(prefiller, decoder, "tcp://127.0.0.1:0"):
         [output] = asyncio.run(decoder.generate([PROMPTS[9]], GREEDY))
         assert output.outputs[0].token_ids == expected[tuple(PROMPTS[9])]
-        monkeypatch.setattr(prefill, "ALIVE_SECONDS", 0.1)
     assert grown(decoder, before) == {"whole": 0, "lost": 1, "refused": 0}
+
+
+SLOW_STEPS = {**OPTIONS, "max_num_seqs": 4, "max_num_batched_tokens": 8}
+"""A prompt takes a dozen steps."""
+
+
+def test_a_prefill_server_that_is_killed(
+    plain_folder: Path, decoder: AsyncLLM, expected: dict[tuple[int, ...], list[int]], tmp_path: Path
+) -> None:
+    """``kill -9`` at random moments: every answer is right, and all pages come back."""
+    chance, secret, url = random.Random(1), tmp_path / "secret", f"shm:{tmp_path}/s"
+    secret.write_bytes(SECRET.secret)
+    for number in range(examples(1, 40)):
+        given = {"role": "prefill", "peer": url, "secret_file": str(secret)}
+        with killable(plain_folder, tmp_path / "state", options=SLOW_STEPS, **given) as found:
+            side = DecodeSide(decoder, url, SECRET, decoder.identity.fields())
+            decoder.before_prompts = side.bring
+            killer = threading.Timer(chance.uniform(0.01, 0.3), found.kill)
+            killer.start()
+            prompts = chance.sample(PROMPTS, 4)
+            for prompt, output in zip(prompts, asyncio.run(decoder.generate(prompts, GREEDY)), strict=True):
+                assert output.outputs[0].token_ids == expected[tuple(prompt)], number
+            killer.join()
+            decoder.before_prompts = None
+            side.close()
+        asyncio.run(decoder.reset_prefix_cache())
+        assert decoder.engine.runner.state.empty()
+
+
+def test_a_decode_server_that_is_killed(plain_folder: Path, prefiller: AsyncLLM, tmp_path: Path) -> None:
+    """The other side of it: the prefill server forgets its prompts, and serves the next one."""
+    chance, secret = random.Random(2), tmp_path / "secret"
+    secret.write_bytes(SECRET.secret)
+    side = PrefillSide(prefiller, "tcp://127.0.0.1:0", SECRET, prefiller.identity.fields())
+    for _ in range(examples(1, 40)):
+        given = {"role": "decode", "peer": side.url, "secret_file": str(secret)}
+        with killable(plain_folder, tmp_path / "state", options=OPTIONS, **given) as found:
+            before = counts(prefiller, "prompts_sent")["whole"]
+            body = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
+            assert found.client.post("/v1/completions", json={**body, "prompt": PROMPTS[0]}).status_code == 200
+            until(lambda: counts(prefiller, "prompts_sent")["whole"] > before)  # noqa: B023
+            killer = threading.Timer(chance.uniform(0.0, 0.05), found.kill)
+            killer.start()
+            with contextlib.suppress(httpx.HTTPError):
+                found.client.post("/v1/completions", json={**body, "prompt": PROMPTS[1:9]})
+            killer.join()
+        until(lambda: not prefiller.engine.has_work and not prefiller.engine.runner.state.parts.transfers)  # type: ignore[attr-defined]
+    side.close()
+    asyncio.run(prefiller.reset_prefix_cache())
+    assert prefiller.engine.runner.state.empty()
 
 
 @pytest.mark.parametrize(
