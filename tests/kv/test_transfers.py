@@ -83,8 +83,8 @@ def test_random_cuts(kind: str, seed: int) -> None:
         sender.check()
         receiver.check()
         assert receiver.sequence_length(5) == start
-    receiver.disagg_wait(5)
-    sender.disagg_wait(1)
+    receiver.disagg_wait(5, 10)
+    sender.disagg_wait(1, 10)
     receiver.check()
     sender.check()
     assert receiver.sequence_length(5) == start + total
