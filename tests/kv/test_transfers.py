@@ -429,3 +429,36 @@ def test_windows_of_sequences() -> None:
     receiver.check()
     assert receiver.cached_length(0) == sender.cached_length(0) == 8
     goes_on("full", receiver, 0, sender, 0)
+
+
+def test_rows_for_slots_of_others_are_refused() -> None:
+    """A sender cannot write where it was not told to."""
+    sender, receiver = made("full"), made("full")
+    ours, theirs = channel_pair()
+    begun(receiver, "full", 1, 8)
+    before = content(receiver, 1)
+    begun(receiver, "full", 0)
+    begun(sender, "full", 0, 4)
+    sender.disagg_mark_send(0, 0, receiver.disagg_prepare_recv(0, 8, channel=theirs), ours)
+    sender.state.parts.transfers[0]._slots[0][4:] = range(4)  # type: ignore[attr-defined]
+    run(sender, "full", 0, 4)
+    with pytest.raises(DataLoss, match="came for slots that were not given for them; 0 of 2 layers"):
+        receiver.disagg_wait(0, 10)
+    assert all(torch.equal(content(receiver, 1)[name], tensor) for name, tensor in before.items())
+
+
+def test_states_that_leave_the_ring_are_free() -> None:
+    """What comes goes to the front of a full ring of recent states."""
+    sender, receiver = made("recurrent"), made("recurrent")
+    for state in (sender, receiver):
+        begun(state, "recurrent", 0, 1)
+        for _ in range(4):
+            run(state, "recurrent", 0, 1)
+    used = receiver.num_used_pages
+    ours, theirs = channel_pair()
+    sender.disagg_mark_send(0, 5, receiver.disagg_prepare_recv(0, 3, channel=theirs), ours)
+    run(sender, "recurrent", 0, 3)
+    receiver.disagg_wait(0, 10)
+    receiver.check()
+    assert receiver.num_used_pages == used
+    assert receiver.popn(0, 3) == 0
