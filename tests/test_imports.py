@@ -21,6 +21,7 @@ ROOT = Path(quire.__file__).parent
 LAYERS = (
     {"base"},
     {"contracts"},
+    {"channels"},
     {"ops"},
     {"weights"},
     {"sampling"},

@@ -48,7 +48,7 @@ from quire.executor.executor import Executor
 from quire.kv.rules import verbs_of
 from quire.models.catalogue import resolve_adapter
 from quire.models.families import LoadedModel
-from quire.models.fingerprint import kept_formats
+from quire.models.fingerprint import ModelIdentity, kept_formats
 from quire.sessions import blend_calibration, prompt_runs
 from quire.sessions import history as session_history
 from quire.sessions.durable import KeptSessions
@@ -586,6 +586,11 @@ class LLM:
     @property
     def config(self) -> EngineConfig:
         return self._parts.config
+
+    @property
+    def identity(self) -> ModelIdentity:
+        """Return what identifies the model: states of two are alike if these are."""
+        return self._parts.identity
 
     # -- reports -----------------------------------------------------------------------------------
 

@@ -63,6 +63,9 @@ FIXED_NAMES = {
     "drafted_tokens_total": "counter",
     "exact_windows_total": "counter",
     "accepted_tokens_total": "counter",
+    "prompts_handed_over_total": "counter",
+    "tokens_handed_over_total": "counter",
+    "prompts_sent_total": "counter",
     "refusals_total": "counter",
     # Beyond those that are fixed.
     "adapters_loaded": "gauge",

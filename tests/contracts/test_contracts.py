@@ -53,6 +53,11 @@ SIGNATURES: dict[type, dict[str, str]] = {
         "publish_import": "seq_id",
         "open_export": "seq_id",
         "finish_import": "seq_id",
+        "disagg_prepare_recv": "seq_id, length, *, channel",
+        "disagg_mark_send": "seq_id, begin, compressed_remote_position_map, receiver",
+        "disagg_receive": "seq_id, timeout=None",
+        "disagg_wait": "seq_id, timeout=None",
+        "disagg_cancel": "seq_id",
     },
     kv_state.AttentionVerbs: {
         "attention_with_fused_qkv": "layer_id, qkv, *, sm_scale=None, mask=None, out=None",

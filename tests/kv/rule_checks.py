@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from quire.base.errors import FailedPrecondition, InvalidArgument, Unsupported
+from quire.channels.pair import channel_pair
 from quire.kv.rule_table import SINK_OF_OWN_ROTATION, Combination
 
 from .rule_stories import Story, encoded, expected, given, recurrent_state
@@ -276,6 +277,29 @@ def in_pieces(story: Story, tokens: list[int]) -> None:
     other.goes_on(0, tokens)
 
 
+def handed(story: Story, tokens: list[int]) -> None:
+    """What it holds now, and three tokens that run while it is handed over."""
+    other, new = Story(story.combination, page_size=5), [3, 1, 2]
+    other.add(7)
+    ours, theirs = channel_pair()
+    length = story.state.sequence_length(0) + len(new)
+    with pytest.raises(FailedPrecondition, match="neither being received nor sent"):
+        story.state.disagg_cancel(0)
+    story.state.disagg_mark_send(0, 0, other.state.disagg_prepare_recv(7, length, channel=theirs), ours)
+    story.forward({0: new})
+    while not other.state.disagg_receive(7, 0):
+        assert other.state.sequence_length(7) == 0
+    other.state.disagg_wait(7)
+    story.state.disagg_wait(0)
+    other.goes_on(7, tokens + new)
+    story.goes_on(0, tokens + new)
+    other.add(8)
+    used = other.state.num_used_pages
+    other.state.disagg_prepare_recv(8, length, channel=theirs)
+    other.state.disagg_cancel(8)
+    assert other.state.num_used_pages == used
+
+
 def counts(story: Story, tokens: list[int]) -> None:
     state = story.state
     free = state.num_available_pages()
@@ -393,6 +417,11 @@ EXACT: dict[str, Callable[[Story, list[int]], None]] = {
     "prepare_import": moved,
     "import_page_group": moved,
     "finish_import": moved,
+    "disagg_prepare_recv": handed,
+    "disagg_mark_send": handed,
+    "disagg_receive": handed,
+    "disagg_wait": handed,
+    "disagg_cancel": handed,
     "empty": counts,
     "num_available_pages": counts,
     "missing_pages": counts,

@@ -157,8 +157,6 @@ def test_every_verb_of_the_contracts_is_a_row() -> None:
         for name in vars(base)
         if not name.startswith("_") and base.__module__.startswith("quire.")
     }
-    # Refused everywhere so far.
-    verbs |= {f"disagg_{verb}" for verb in ("prepare_recv", "mark_send", "wait", "cancel")}
     assert set(STATE_ROWS) == verbs
     assert len(STATE_ROWS) == len(verbs)
     works = {verb for verb in STATE_ROWS for one in NAMED.values() if state_cell(verb, one).works}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar, Unpack
@@ -12,7 +12,7 @@ from typing import Any, TypedDict, TypeVar, Unpack
 from quire.async_llm.background import Background, awaited, shared
 from quire.async_llm.executor import AsyncExecutor
 from quire.async_llm.session import AsyncSession, unwrapped
-from quire.async_llm.stepper import BeamJob, Job
+from quire.async_llm.stepper import BeamJob, Job, Stepper
 from quire.async_llm.stream import AsyncStream, Prepared
 from quire.base.errors import InvalidArgument
 from quire.base.hints import CacheHints
@@ -53,6 +53,8 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
         self._llm = self._inner = LLM(model, **options)
         self._background = Background(self._llm)
         self._executor = AsyncExecutor(self._background)
+        self.before_prompts: Callable[[PreparedPrompts], Awaitable[None]] | None = None
+        """Awaited before prompts that passed all checks are queued; None: nothing is."""
 
     __init__.__signature__ = inspect.signature(LLM.__init__)  # type: ignore[attr-defined]
 
@@ -97,7 +99,7 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
         self, verb: str, prepare: Callable[[], PreparedPrompts], request_id: str | None
     ) -> list[RequestOutput]:
         _check_name(request_id)
-        prepared = await self._background.call(verb, prepare)
+        prepared = await self._prepared(verb, prepare)
         groups: list[list[Request]] = []
 
         def submit() -> list[Request]:
@@ -111,6 +113,12 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
             # Decoding the texts of millions of them would block the event loop.
             return await asyncio.to_thread(self._llm.requests.outputs, prepared, groups)
         return self._llm.requests.outputs(prepared, groups)
+
+    async def _prepared(self, verb: str, prepare: Callable[[], PreparedPrompts]) -> PreparedPrompts:
+        found = await self._background.call(verb, prepare)
+        if self.before_prompts is not None:
+            await self.before_prompts(found)
+        return found
 
     def stream(
         self,
@@ -150,7 +158,7 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
         _check_name(request_id)
 
         async def prepared() -> Prepared:
-            found = await self._background.call(verb, prepare)
+            found = await self._prepared(verb, prepare)
             if len(found.ids) != 1:
                 raise InvalidArgument(f"{verb} takes one prompt, got {len(found.ids)}; make a stream for each")
             job = Job(
@@ -250,6 +258,12 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
         """Return the executor contract, whose verbs are awaited."""
         return self._executor
 
+    @property
+    def stepper(self) -> Stepper:
+        """Return what steps the engine, for jobs and calls of other threads."""
+        return self._background.stepper
+
+    identity = shared(LLM.identity)
     model = shared(LLM.model)
     engine = shared(LLM.engine)
     bytes_per_token = shared(LLM.bytes_per_token)

@@ -236,6 +236,11 @@ def _declared(kind: type[M], name: str, help: str, *more: Any) -> M:
     return field(default_factory=lambda: kind(name, help, *more))
 
 
+HAND_OVER_RESULTS = ("whole", "lost", "refused")
+"""Of a prompt that one server computes for another: its state counts there, went missing on the
+way, or was refused before."""
+
+
 @dataclass(eq=False)
 class EngineMetrics(MetricGroup):
     """All metrics of an engine, each declared with its name and help."""
@@ -396,6 +401,23 @@ class EngineMetrics(MetricGroup):
     )
     drafted_tokens: Counter = _declared(Counter, "quire:drafted_tokens_total", "Tokens proposed by speculation.")
     accepted_tokens: Counter = _declared(Counter, "quire:accepted_tokens_total", "Proposed tokens that were accepted.")
+    prompts_handed_over: LabelledCounter = _declared(
+        LabelledCounter,
+        "quire:prompts_handed_over_total",
+        "Prompts that another server was asked to compute, by what became of it; lost and refused ones were computed here.",
+        "result",
+        HAND_OVER_RESULTS,
+    )
+    tokens_handed_over: Counter = _declared(
+        Counter, "quire:tokens_handed_over_total", "Prompt tokens whose state came from another server."
+    )
+    prompts_sent: LabelledCounter = _declared(
+        LabelledCounter,
+        "quire:prompts_sent_total",
+        "Prompts that another server has asked for, by what became of it.",
+        "result",
+        HAND_OVER_RESULTS,
+    )
     refusals: LabelledCounter = _declared(
         LabelledCounter,
         "quire:refusals_total",

@@ -56,6 +56,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from quire.base.types import SeqId
 from quire.contracts.attention_state import AttentionVerbs, StoredRows
+from quire.contracts.channel import Channel
 from quire.contracts.pool_verbs import Eviction, PoolVerbs, TokenTreeParents
 from quire.contracts.recurrent_state import RecurrentVerbs, StoredStates
 
@@ -448,6 +449,58 @@ class KVState(Protocol):
         """Publish an import, if it is not yet, and end it. Stored values equal those of the
         exported sequence to the bit. ``FailedPrecondition``: not prepared, or a layer is missing
         (names it). O(1)."""
+
+    # -- hand-over to another state ----------------------------------------------------------------
+
+    def disagg_prepare_recv(self, seq_id: SeqId, length: int, *, channel: Channel) -> tuple[int, ...]:
+        """Take slots for the next ``length`` (>= 1) tokens of a sequence, which another state sends
+        over ``channel``, and return the compressed position map for its ``disagg_mark_send``.
+
+        The map is ``[num_runs, begin_1, len_1, ...]``: runs of slots here, in the order of the
+        tokens; ``begin`` -1: these are not stored, as no later token sees them. Layer classes
+        follow one another, by first layer; recurrent layers have one run, ``[1, slot, 1]``.
+
+        The sequence is *receiving*, and its length stays. Only queries, ``disagg_receive``,
+        ``disagg_wait``, ``disagg_cancel`` and ``remove_sequence`` are legal on it. Other sequences
+        go on. A shared or partly filled last page is copied. ``FailedPrecondition``: uncommitted
+        nodes, receiving or sending already. ``Unsupported``: ranks divide the heads. O(pages), one
+        page copied.
+        """
+
+    def disagg_mark_send(
+        self, seq_id: SeqId, begin: int, compressed_remote_position_map: Sequence[int], receiver: Channel
+    ) -> None:
+        """Send the tokens from ``begin`` (0..length) on to the slots of a map that the other end of
+        ``receiver`` has offered, as many as it has.
+
+        Cached tokens are sent now, others by each layer of the forward that computes them.
+        Recurrent states and encoder rows are sent once the last token counts. The mark ends there;
+        later tokens are not sent. While it stands, trees, a ``popn`` below what was sent, and, with
+        recurrent layers, a forward that crosses the end are refused; ``remove_sequence`` cancels.
+        A channel that fails ends the mark and disturbs no forward.
+
+        ``InvalidArgument``: a map that is malformed or was not offered; a receiver of another
+        version or layout (expected and found); ``begin``; no recurrent state kept at the end.
+        ``FailedPrecondition``: a mark stands, or a window has evicted a token that the map names.
+        Cost: the bytes of the rows, on the channel.
+        """
+
+    def disagg_receive(self, seq_id: SeqId, timeout: float | None = None) -> bool:
+        """(ours) Take one message from the channel of a sequence that is received or sent, waiting
+        for it at most ``timeout`` seconds; return whether ``disagg_wait`` has nothing more to wait
+        for. Any thread may call it, one for a channel at a time, also while a forward is open."""
+
+    def disagg_wait(self, seq_id: SeqId, timeout: float | None = None) -> None:
+        """Wait until all has come, which then counts, and the sequence is an ordinary one again; on
+        the sender, until all counts at the receiver. All or nothing.
+
+        ``DataLoss``: the peer is gone or failed, sent damaged bytes, or was silent for ``timeout``
+        seconds (None: for ever); says how much had come. ``Cancelled``: by the peer. Then the
+        sequence is as before, with its pages back, and what still comes is dropped.
+        """
+
+    def disagg_cancel(self, seq_id: SeqId) -> None:
+        """End a hand-over on either side, as ``disagg_wait`` if it fails; tell the other side."""
 
 
 class AttentionKVCache(KVState, AttentionVerbs, StoredRows, Protocol):

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 from quire.base.interrupts import uninterrupted
 from quire.base.signatures import checked
 from quire.contracts.pool_verbs import PoolFacts, StateGeometry
 from quire.kv import attention_verbs, recurrent_verbs
-from quire.kv.rules import refuse
 from quire.kv.state import State
 
 P = ParamSpec("P")
@@ -37,16 +36,6 @@ def verb(function: Callable[Concatenate[State, P], R]) -> Callable[Concatenate[C
 def change(function: Callable[Concatenate[State, P], R]) -> Callable[Concatenate[ContractState, P], R]:
     """Return a verb that signals do not interrupt."""
     return uninterrupted(verb(function))
-
-
-def refused(name: str) -> Callable[..., Any]:
-    """Return a verb that raises ``Unsupported`` with the table's reason, for any arguments."""
-
-    def call(*args: Any, **kwargs: Any) -> NoReturn:
-        del args, kwargs
-        refuse(name)
-
-    return call
 
 
 class ContractState:
@@ -114,6 +103,14 @@ class ContractState:
     pending_layers = verb(State.pending_layers)
     publish_import = change(State.publish_import)
     finish_import = change(State.finish_import)
+
+    # -- hand-over ---------------------------------------------------------------------------------
+
+    disagg_prepare_recv = change(State.disagg_prepare_recv)
+    disagg_mark_send = change(State.disagg_mark_send)
+    disagg_receive = verb(State.disagg_receive)
+    disagg_wait = change(State.disagg_wait)
+    disagg_cancel = change(State.disagg_cancel)
 
     # -- layers ------------------------------------------------------------------------------------
 
@@ -241,10 +238,3 @@ class ContractState:
     get = verb(recurrent_verbs.get)
     set = change(recurrent_verbs.set)
     linear_attention = verb(recurrent_verbs.linear_attention)
-
-    # -- refused -----------------------------------------------------------------------------------
-
-    disagg_prepare_recv = refused("disagg_prepare_recv")
-    disagg_mark_send = refused("disagg_mark_send")
-    disagg_wait = refused("disagg_wait")
-    disagg_cancel = refused("disagg_cancel")

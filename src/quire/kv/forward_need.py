@@ -40,6 +40,20 @@ class SlotRange:
 
 
 @dataclass(frozen=True, slots=True)
+class ReceivedPages:
+    """The pages, in one class, of a sequence whose next tokens come from another state."""
+
+    pages: PageIds
+    """The whole table."""
+    slots: NDArray[np.int64]
+    """Of each of those tokens; -1: no later query sees it."""
+    blanks: list[SlotRange]
+    """To be zeroed before anything else."""
+    copies: list[SlotCopy]
+    """Of the partly filled last page, to be made then."""
+
+
+@dataclass(frozen=True, slots=True)
 class Split:
     """The shared tail page of entry ``entry``, of which ``valid`` slots go to a page of its own."""
 

@@ -77,21 +77,8 @@ def validate(state: StateParts, layout: Mapping[str, Any], given: Mapping[str, A
         raise InvalidArgument(
             f"import: format version {given.get('format_version')!r} found, {FORMAT_VERSION} expected"
         )
-    layers, mine = given.get("layers"), layout["layers"]
-    if not isinstance(layers, list) or len(layers) != len(mine):
-        found = len(layers) if isinstance(layers, list) else "no"
-        raise InvalidArgument(f"import: {found} layers found, {len(mine)} expected")
-    for index, (found_layer, expected_layer) in enumerate(zip(layers, mine, strict=True)):
-        if found_layer != expected_layer:
-            for name, expected in {"format": None, **expected_layer}.items():
-                value = found_layer.get(name) if isinstance(found_layer, dict) else None
-                if value != expected:
-                    raise InvalidArgument(f"import: layer {index} has {name} {value!r}, expected {expected!r}")
-            raise InvalidArgument(
-                f"import: layer {index} has unknown properties {sorted(set(found_layer) - set(expected_layer))}"
-            )
-    agree = all(given.get(name) == layout.get(name) for name in ("first_layer", "layer_ids", "recurrent"))
-    if not agree or given.get("layout_hash") != hash_of(layout):
+    check_layout(layout, given, "import")
+    if given.get("layout_hash") != hash_of(layout):
         raise InvalidArgument(f"import: layout {given.get('layout_hash')!r} found, {hash_of(layout)!r} expected")
     try:
         fitted({name: given[name] for name in Extent.__struct_fields__ if name in given}, Extent, "")
@@ -104,6 +91,29 @@ def validate(state: StateParts, layout: Mapping[str, Any], given: Mapping[str, A
     if not ascends or (kept and state.recurrent is None):
         raise InvalidArgument(f"import: kept_recurrent_positions {kept!r} found, {expected} expected")
     _validate_encoders(state, given)
+
+
+def check_layout(layout: Mapping[str, Any], given: object, verb: str) -> None:
+    """Raise ``InvalidArgument`` for the first disagreement of two layouts (``get_layout``)."""
+    found = given if isinstance(given, Mapping) else {}
+    layers, mine = found.get("layers"), layout["layers"]
+    if not isinstance(layers, list) or len(layers) != len(mine):
+        count = len(layers) if isinstance(layers, list) else "no"
+        raise InvalidArgument(f"{verb}: {count} layers found, {len(mine)} expected")
+    for index, (found_layer, expected_layer) in enumerate(zip(layers, mine, strict=True)):
+        if found_layer != expected_layer:
+            for name, expected in {"format": None, **expected_layer}.items():
+                value = found_layer.get(name) if isinstance(found_layer, dict) else None
+                if value != expected:
+                    raise InvalidArgument(f"{verb}: layer {index} has {name} {value!r}, expected {expected!r}")
+            raise InvalidArgument(
+                f"{verb}: layer {index} has unknown properties {sorted(set(found_layer) - set(expected_layer))}"
+            )
+    for name in ("first_layer", "layer_ids", "recurrent"):
+        if found.get(name) != layout.get(name):
+            raise InvalidArgument(
+                f"{verb}: layout with {name} {found.get(name)!r} found, {layout.get(name)!r} expected"
+            )
 
 
 def _validate_encoders(state: StateParts, given: Mapping[str, Any]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +15,7 @@ from torch import Tensor
 from quire.base.errors import InvalidArgument, Unsupported
 from quire.base.host_link import host_link
 from quire.base.types import SeqId
+from quire.contracts.channel import Channel
 from quire.contracts.layers import KeyValueAttention, LayerSpec, StateTensor
 from quire.kv.divided_rows import DividedRows
 from quire.kv.encoders import EncoderPart
@@ -25,6 +28,7 @@ from quire.kv.recurrent import RecurrentPart
 from quire.kv.rules import RECURRENT_REFUSAL, layer_refusal, refuse_layer
 from quire.kv.sequences import check_integer
 from quire.kv.storage import PagedStorage, StoredSpec, geometry
+from quire.kv.transfer import Transfer
 
 
 class StateParts:
@@ -62,6 +66,10 @@ class StateParts:
             self.whole_specs = {layer: _with_heads_of(spec, whole) for (layer, spec), whole in own}
         self.imports: dict[SeqId, Import] = {}
         """Those under way."""
+        self.transfers: dict[SeqId, Transfer] = {}
+        """What comes from another state, and goes to one."""
+        self.offers: WeakKeyDictionary[Channel, list[dict[str, Any]]] = WeakKeyDictionary()
+        """Of each channel: what the other end has offered to receive."""
         self.link = host_link(paged.device)
         """How imports come to a device; None: they are written at once."""
 

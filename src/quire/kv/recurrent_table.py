@@ -38,6 +38,8 @@ class RecurrentTable:
         self.interval = interval
         self.forward: OpenRecurrent | None = None
         self._sequences: dict[SeqId, RecurrentStates] = {}
+        self.received: dict[SeqId, int] = {}
+        """The slots of states that come from another state, by sequence."""
         self._ringed: dict[int, set[SeqId]] = {}
         """The sequences whose rings name a slot, by slot. The slot longest in rings comes first."""
 
@@ -287,6 +289,7 @@ class RecurrentTable:
     def clear(self) -> None:
         self._sequences.clear()
         self._ringed.clear()
+        self.received.clear()
         self.forward = None
         self.pool.clear()
 
@@ -520,6 +523,22 @@ class RecurrentTable:
             )
         states.importing = False
 
+    def reserve_reception(self, seq_id: SeqId) -> int:
+        """Take a slot for a state that comes from another state; the present one stays.
+        ``ResourceExhausted`` before any change."""
+        slot = self.received[int(seq_id)] = int(self._take(1, "disagg_prepare_recv")[0])
+        return slot
+
+    def give_back_reception(self, seq_id: SeqId) -> None:
+        """Release that slot."""
+        self._release([self.received.pop(seq_id)])
+
+    def publish_reception(self, seq_id: SeqId, length: int) -> None:
+        """Make the state that has come the present one, behind ``length`` tokens."""
+        states, passed = self._sequences[seq_id], {length: self.received.pop(seq_id)}
+        self._keep_multiples(states, passed)
+        self._release(self._advance(seq_id, states, passed))
+
     def _share(self, slots: Iterable[int]) -> None:
         for part in rounds(slots):
             self.pool.share(part)
@@ -539,6 +558,7 @@ class RecurrentTable:
             for slot in states.ring.values():
                 ringed.setdefault(slot, set()).add(seq_id)
             check_recurrent_states(seq_id, states, self.ring)
+        named.update(self.received.values())
         opened = self.forward
         written, recent = list[int](), list[int]()
         if opened is not None:

@@ -13,7 +13,6 @@ from quire.contracts.attention_state import AttentionVerbs, StoredRows
 from quire.contracts.kv_state import KVState
 from quire.contracts.layers import Recurrent, window_refusal
 
-_NOT_BUILT = "this release of Quire does not have it"
 RECURRENT_REFUSAL = "the state has no recurrent layers"
 """Why a state without such layers has not their verbs."""
 
@@ -26,10 +25,6 @@ RECURRENT_VERBS = (*RECURRENT_LAYER_VERBS, "checkpoint", "drop_checkpoint")
 PAGED_REFUSALS: dict[str, str] = {
     "set_cross_kv": "the state has no cross layers, which no model of this release has",
     **dict.fromkeys(RECURRENT_VERBS, RECURRENT_REFUSAL),
-    "disagg_prepare_recv": f"moving a state to another process while it is computed: {_NOT_BUILT}; export and import it",
-    "disagg_mark_send": f"moving a state to another process while it is computed: {_NOT_BUILT}; export and import it",
-    "disagg_wait": f"moving a state to another process while it is computed: {_NOT_BUILT}",
-    "disagg_cancel": f"moving a state to another process while it is computed: {_NOT_BUILT}",
 }
 """What paged attention refuses, with the reason."""
 

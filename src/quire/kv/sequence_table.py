@@ -23,13 +23,14 @@ from quire.kv.forward_need import (
     ClassNeed,
     ForwardNeed,
     OpenForward,
+    ReceivedPages,
     SlotCopy,
     SlotRange,
     class_need,
     pages_for,
     slots_of,
 )
-from quire.kv.pages import NULL_PAGE, PagePool, PageTable
+from quire.kv.pages import NULL_PAGE, PageIds, PagePool, PageTable
 from quire.kv.sequences import Sequence, check_id, check_integer, require_different, sink_of
 from quire.kv.trees import NO_TREE, Tree, parents_of_entries
 from quire.kv.windows import (
@@ -56,6 +57,8 @@ class SequenceTable:
         self.layer_windows = list(layer_windows)
         self._sequences: dict[SeqId, Sequence] = {}
         self.forward: OpenForward | None = None
+        self.received: dict[SeqId, list[PageIds]] = {}
+        """By layer class: the pages of sequences once what they are sent has come."""
         self.slack = 0
         """Tokens that windows keep beyond their need, so that a step ahead can be taken back."""
         self.num_splits = 0
@@ -124,8 +127,12 @@ class SequenceTable:
 
     @staticmethod
     def require_ready(seq_id: SeqId, sequence: Sequence, verb: str, *, loading: bool = False) -> None:
-        """Raise ``FailedPrecondition`` for a sequence that is being imported. ``loading``: not for
-        one whose tokens count already."""
+        """Raise ``FailedPrecondition`` for a sequence that is being imported or received.
+        ``loading``: not for one whose tokens count already."""
+        if sequence.receiving:
+            raise FailedPrecondition(
+                f"{verb}: sequence {seq_id} is being received; call disagg_wait, disagg_cancel or remove_sequence"
+            )
         if sequence.reserved is not None or (sequence.loading and not loading):
             raise FailedPrecondition(
                 f"{verb}: sequence {seq_id} is being imported; call finish_import or remove_sequence"
@@ -279,7 +286,7 @@ class SequenceTable:
         them get nodes of a tree; None: none of them."""
         sequences = [self.get(seq_id) for seq_id in seq_ids]
         for entry, sequence in enumerate(sequences):
-            if sequence.reserved is not None:
+            if sequence.reserved is not None or sequence.receiving:
                 self.require_ready(seq_ids[entry], sequence, verb, loading=True)
             if sequence.tree is not None and not (nodes and nodes[entry]):
                 self.require_committed(seq_ids[entry], sequence, f"{verb} with ordinary tokens")
@@ -384,6 +391,7 @@ class SequenceTable:
 
     def clear(self) -> None:
         self._sequences.clear()
+        self.received.clear()
         self.forward = None
         for pool in self.pools:
             pool.clear()
@@ -676,6 +684,65 @@ class SequenceTable:
         self.publish_import(seq_id)
         self.get(seq_id).loading = False
 
+    # -- tokens that come from another state -------------------------------------------------------
+
+    def holes_at(self, sequence: Sequence, length: int) -> list[Hole]:
+        """Return, by class, what no query behind ``length`` tokens sees."""
+        seen = [floors(length, sequence.window, layer_window) for layer_window in self.layer_windows]
+        return [Hole(one.sink, one.window).clipped(length, sink_of(sequence)) for one in seen]
+
+    def reserve_reception(self, seq_id: SeqId, count: int) -> list[ReceivedPages]:
+        """Take the pages of a sequence as it will be ``count`` tokens later; the sequence stays as
+        it is. The caller has checked it. ``ResourceExhausted`` before any change."""
+        verb, sequence, size = "disagg_prepare_recv", self.get(seq_id), self.page_size
+        length, sink = sequence.length + count, sink_of(sequence)
+        holes = self.holes_at(sequence, length)
+        wanted = self.import_pages(length, holes, sink)
+        whole = sequence.length // size
+        fresh = [pages[pages >= whole] for pages in wanted]
+        for pool, own in zip(self.pools, fresh, strict=True):
+            if own.size > pool.num_free:
+                raise ResourceExhausted(f"{verb}: needs {own.size} pages, {pool.num_free} free")
+        found: list[ReceivedPages] = []
+        for pool, table, hole, all_pages, own in zip(self.pools, sequence.tables, holes, wanted, fresh, strict=True):
+            pages = np.full(pages_for(length, size), NULL_PAGE, dtype=np.int32)
+            shared = all_pages[all_pages < whole]
+            pages[shared] = table.pages[shared]
+            pool.share(pages[shared])
+            pages[own] = pool.take(own.size)
+            kept = np.zeros(pages.size * size, dtype=np.bool_)
+            kept[length:] = True
+            for part in held(length, sink, hole):
+                kept[part.start : part.stop] = True
+            slots = np.where(kept[sequence.length : length], slots_of(pages, sequence.length, length, size), -1)
+            # The rest of a page held in part is never written, and a kernel reads whole pages.
+            partly = own[~kept.reshape(-1, size)[own].all(1)]
+            blanks = [SlotRange(int(page) * size, size) for page in pages[partly]]
+            copies: list[SlotCopy] = []
+            if (valid := sequence.length % size) and whole in own and table.page(whole) >= 0:
+                copies = [SlotCopy(table.page(whole) * size, int(pages[whole]) * size, valid)]
+            found.append(ReceivedPages(pages, slots, blanks, copies))
+        self.received[int(seq_id)] = [one.pages for one in found]
+        sequence.receiving = True
+        return found
+
+    def give_back_reception(self, seq_id: SeqId) -> None:
+        """Release what was taken for a sequence, which is an ordinary one again."""
+        for pool, pages in zip(self.pools, self.received.pop(seq_id), strict=True):
+            pool.release(pages)
+        self.get(seq_id).receiving = False
+
+    def publish_reception(self, seq_id: SeqId, length: int) -> None:
+        """Make the tokens that have come count."""
+        sequence = self.get(seq_id)
+        sequence.holes = self.holes_at(sequence, length)
+        for index, (pool, pages) in enumerate(zip(self.pools, self.received.pop(seq_id), strict=True)):
+            pool.release(sequence.tables[index].pages)
+            sequence.tables[index] = PageTable(pages)
+        sequence.length, sequence.stale_tail, sequence.receiving = length, True, False
+        sequence.slid |= sequence.window is not None
+        self._recount_cut(sequence)
+
     # -- for tests ---------------------------------------------------------------------------------
 
     def check(self) -> None:
@@ -697,6 +764,8 @@ class SequenceTable:
                     raise QuireError(f"sequence {seq_id} names a page twice")
                 self._check_null_pages(seq_id, sequence, index)
                 np.add.at(expected, pages, 1)
+            for received in self.received.values():
+                np.add.at(expected, received[index][received[index] >= 0], 1)
             pool.check(expected)
             if opened:
                 self._check_writes(opened, index)

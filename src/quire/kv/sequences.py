@@ -34,6 +34,8 @@ class Sequence:
     """Tokens that an import will publish, whose pages it holds; None: an ordinary sequence."""
     loading: bool = False
     """Whether the tokens of an import count already, though it has not ended."""
+    receiving: bool = False
+    """Whether later tokens come from another state (``reception``)."""
     stale_tail: bool = False
     """Whether old values may follow the last row in its page (pop, fork, split, import)."""
 

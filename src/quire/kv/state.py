@@ -2,7 +2,8 @@
 
 It consists of sequences and parts. **All parts or none**: a verb checks all that can be wrong, then
 each part changes. This file is the table of contents. Longer bodies are functions, by subject:
-``exchange`` (export), ``import_verbs``, ``stored_rows``, ``state_room`` (sizes, holdings, room).
+``exchange`` (export), ``import_verbs``, ``transfer_verbs`` (hand-over), ``stored_rows``,
+``state_room`` (sizes, holdings, room).
 Verbs about one layer of an open forward belong to ``state_pass``. Callers outside of Quire hold a
 ``contract.ContractState``, which checks arguments and delays signals.
 """
@@ -23,6 +24,7 @@ from quire.base.signatures import checks_arguments
 from quire.base.types import SeqId
 from quire.base.uploads import SharedMemory
 from quire.contracts.attention import AttentionBackend
+from quire.contracts.channel import Channel
 from quire.contracts.kv_format import KVFormat
 from quire.contracts.kv_state import RowPieces, TensorPlan
 from quire.contracts.layers import CrossAttention, LayerSpec, Recurrent, sink_refusal, window_refusal
@@ -38,7 +40,7 @@ from quire.contracts.pool_verbs import (
 )
 from quire.contracts.recurrence import RecurrenceBackend
 from quire.contracts.rows import RowKernels
-from quire.kv import exchange, import_verbs, state_room, stored_rows
+from quire.kv import exchange, import_verbs, state_room, stored_rows, transfer_verbs
 from quire.kv.divided_rows import DividedRows
 from quire.kv.encoders import EncoderPart
 from quire.kv.exports import SequenceExport
@@ -50,6 +52,7 @@ from quire.kv.part import Part
 from quire.kv.parts import StateParts
 from quire.kv.recurrent import RecurrentPart
 from quire.kv.rules import RECURRENT_REFUSAL
+from quire.kv.send_mark import marks_of
 from quire.kv.sequences import check_integer
 from quire.kv.state_pass import StatePass
 from quire.kv.static_pass import StaticForward, static_refusal
@@ -202,6 +205,7 @@ class State:
     # -- sequences ---------------------------------------------------------------------------------
 
     def clear(self) -> None:
+        transfer_verbs.end_transfers(self.parts, self.sequences.ids)
         for seq_id in list(self.parts.imports):
             import_verbs.end_import(self.parts, seq_id)
         for part in self.parts:
@@ -216,6 +220,7 @@ class State:
     def remove_sequence(self, seq_id: SeqId) -> None:
         self.sequences.get(seq_id)
         self.sequences.require_closed("remove_sequence")
+        transfer_verbs.end_transfers(self.parts, [seq_id])
         import_verbs.end_import(self.parts, seq_id)
         for part in self.parts:
             part.remove(seq_id)
@@ -240,6 +245,7 @@ class State:
             n = length - stop
         self.sequences.check_pop(seq_id, n)
         self._require_no_rerun(seq_id, target, stop, exact, "popn")
+        transfer_verbs.check_pop(self.parts, seq_id, stop)
         for part in self.parts:
             part.pop(seq_id, stop)
         return target - stop
@@ -306,6 +312,7 @@ class State:
     def check(self) -> None:
         self.sequences.check()
         import_verbs.check_imports(self.parts)
+        transfer_verbs.check_transfers(self.parts)
         for part in self.parts:
             part.check(self.sequences)
 
@@ -342,7 +349,7 @@ class State:
         """``begin_forward`` over memory that keeps its place. False, and nothing has changed, if
         that is not for this forward."""
         need = self.sequences.plan_forward(seq_ids, append_lengths, None)
-        if not static.admits(need):
+        if not static.admits(need) or marks_of(self.parts, seq_ids):
             return False
         self._begin(need, checkpoints, static)
         return True
@@ -352,6 +359,8 @@ class State:
         if self.parts.recurrent is None and any(checkpoints):
             raise Unsupported(f"begin_forward with checkpoints: {RECURRENT_REFUSAL}, whose states they keep")
         self.sequences.require_closed("begin_forward")
+        if self.parts.transfers:
+            transfer_verbs.check_forward(self.parts, need)
         # Of two shortages the error names that of states.
         reserved = [part.reserve(need, checkpoints) for part in reversed(self.parts)]
         opened: list[Part] = []
@@ -387,8 +396,11 @@ class State:
             part.complete()
         if left_out:
             opened.blank(left_out.intersection(self.parts.paged.layer_ids) - opened.written)
+        opened.send_rest()
         for part in self.parts:
             part.publish()
+        for seq_id, mark in opened.marks.items():
+            transfer_verbs.advance(mark, self.sequences.get(seq_id).length)
         self._close_pass()
 
     def _require_written(self, skipped: set[int]) -> StatePass:
@@ -532,6 +544,25 @@ class State:
 
     def finish_import(self, seq_id: SeqId) -> None:
         import_verbs.finish_import(self.parts, seq_id)
+
+    # -- hand-over ---------------------------------------------------------------------------------
+
+    def disagg_prepare_recv(self, seq_id: SeqId, length: int, *, channel: Channel) -> tuple[int, ...]:
+        return transfer_verbs.prepare_recv(self.parts, seq_id, length, channel=channel)
+
+    def disagg_mark_send(
+        self, seq_id: SeqId, begin: int, compressed_remote_position_map: Sequence[int], receiver: Channel
+    ) -> None:
+        transfer_verbs.mark_send(self.parts, seq_id, begin, compressed_remote_position_map, receiver)
+
+    def disagg_receive(self, seq_id: SeqId, timeout: float | None = None) -> bool:
+        return transfer_verbs.receive(self.parts, seq_id, timeout)
+
+    def disagg_wait(self, seq_id: SeqId, timeout: float | None = None) -> None:
+        transfer_verbs.wait(self.parts, seq_id, timeout)
+
+    def disagg_cancel(self, seq_id: SeqId) -> None:
+        transfer_verbs.cancel(self.parts, seq_id)
 
     # -- layers ------------------------------------------------------------------------------------
 

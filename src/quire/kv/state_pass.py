@@ -6,9 +6,10 @@ of keys and values of a recurrence; C channels; W taps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Literal, TypeAlias, Unpack
 
 import numpy as np
@@ -38,6 +39,7 @@ from quire.kv.parts import StateParts
 from quire.kv.plans import Batch, Keys, Masks, Prepared
 from quire.kv.recurrent import Gates, RecurrentPass
 from quire.kv.rules import RECURRENT_REFUSAL, layer_refusal
+from quire.kv.send_mark import marks_of
 from quire.kv.storage import check_tensor, geometry
 from quire.ops.attention import attention_weights, merge, visible_keys, weight_sums
 from quire.ops.rope import rotate, rotate_last
@@ -86,6 +88,10 @@ class StatePass:
             self.awaited = {seq: state.imports[seq] for seq in need.seq_ids if seq in state.imports}
         """The imports of its sequences of which something may not have come."""
         self._wait: Callable[[int], None] | None = None
+        self.marks = marks_of(state, need.seq_ids)
+        """The sequences of this forward that go to another state."""
+        self._unsent: dict[int, None] = {}
+        """The layers whose rows were written, and not sent yet."""
         self.is_open = True  # Whether its forward is still the open one.
         self.written: set[int] = set()
         self.capturing = False  # Whether attention weights are kept.
@@ -497,6 +503,7 @@ class StatePass:
         """Store zeros as the new tokens' rows of these layers."""
         for layer_id in layer_ids:
             layer = self._state.layer(layer_id)
+            self._unsent[layer_id] = None
             self._paged.classes[layer.class_index].storage.blank_at(layer.index, self.slots[layer.class_index])
 
     def begin_write(self, layer_id: int) -> None:
@@ -505,8 +512,25 @@ class StatePass:
             self.chosen.require_given(layer_id)
 
     def end_write(self, layer_id: int) -> None:
-        """Record the layer's rows as stored."""
+        """Record the layer's rows as stored, or as stored by the call that comes now. Send those of
+        layers before it."""
         self.written.add(layer_id)
+        if self.marks:
+            self._unsent.pop(layer_id, None)
+            self.send_rest(keep={layer_id: None})
+
+    def send_rest(self, keep: Mapping[int, None] = MappingProxyType({})) -> None:
+        """Send the new rows of all layers that have them and did not send them. ``keep``: layers
+        that follow later."""
+        if not self.marks:
+            return
+        waiting, self._unsent = self._unsent or {}, dict(keep)
+        for layer_id in waiting:
+            slots = self._slots[self._state.layer(layer_id).class_index]
+            for entry, seq_id in enumerate(self._need.seq_ids):
+                if (mark := self.marks.get(seq_id)) is not None:
+                    low, high = self._whole.starts[entry], self._whole.starts[entry + 1]
+                    mark.send_rows(layer_id, self._need.stored[entry], slots[low:high])
 
     # -- the parts of attention --------------------------------------------------------------------
 
@@ -624,7 +648,7 @@ class StatePass:
     ) -> StackParts | None:
         """See ``contracts.model.OpenPass``."""
         known = self._paged.layer_parts
-        if self.awaited or self.capturing or known is None or dtype != self._paged.dtype:
+        if self.awaited or self.marks or self.capturing or known is None or dtype != self._paged.dtype:
             return None
         self._require_current()
         stack = None if not self.are_decodes and self.chosen.rows is not None else known.stack(layers)
@@ -790,7 +814,7 @@ class Rehearsal(StatePass):
             windows=tuple(need.windows[entry] for entry in entries),
         )
         super().__init__(parts, some, None)
-        self._forward, self._first_layer, self._wait = forward, first_layer, forward._wait
+        self._forward, self._first_layer, self._wait, self.marks = forward, first_layer, forward._wait, {}
         self._at = np.concatenate([np.arange(starts[entry], starts[entry + 1]) for entry in entries])
         """Where each of this pass's rows is among the forward's."""
         self._firsts = [int(starts[entry]) for entry in entries]

@@ -109,7 +109,12 @@ def copy_rows(target: Tensor, source: Tensor, start: int = 0) -> None:
 
 
 def _taken(rows_SHD: Tensor, slots: NDArray[np.int64]) -> Tensor:
-    """Return a copy of rows, in one thread if it is small, as ``copy_rows``."""
+    """Return a copy of rows, in one thread if it is small, as ``copy_rows``. Rows in a row, which
+    are most of those in fresh pages, are copied at once."""
+    if rows_SHD.is_cpu and slots.size and bool((np.diff(slots) == 1).all()):
+        found = torch.empty((slots.size, *rows_SHD.shape[1:]), dtype=rows_SHD.dtype)
+        copy_rows(found, rows_SHD[int(slots[0]) : int(slots[0]) + slots.size])
+        return found
     if rows_SHD.is_cpu and 0 < slots.size * rows_SHD.shape[1:].numel() * rows_SHD.itemsize < IN_PARALLEL:
         return torch.from_numpy(rows_SHD.view(torch.uint8).numpy().take(slots, axis=0)).view(rows_SHD.dtype)
     return rows_SHD.index_select(0, uploaded(slots, rows_SHD.device))

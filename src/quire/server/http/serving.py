@@ -31,6 +31,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from quire.async_llm import AsyncLLM
 from quire.base.errors import InvalidArgument, QuireError
+from quire.server.handover.decode import DecodeSide
+from quire.server.handover.prefill import PrefillSide
+from quire.server.handover.sides import side_of
 from quire.server.http import logs
 from quire.server.http.app import create_app
 from quire.server.http.context import Context
@@ -61,6 +64,7 @@ def serve(llm: AsyncLLM, settings: ServerSettings | None = None) -> None:
     an address that cannot be listened on."""
     settings = settings or ServerSettings()
     sockets: list[socket.socket] = []
+    side: PrefillSide | DecodeSide | None = None
     raise_descriptor_limit()
     try:
         sockets += bind(settings.host, settings.port)
@@ -72,6 +76,7 @@ def serve(llm: AsyncLLM, settings: ServerSettings | None = None) -> None:
                 logs.event("warning", text=text)
             if not settings.api_key and (text := exposure(sockets)):
                 logs.event("warning", level=logging.WARNING, text=text)
+            side = side_of(llm, settings)
             # These objects stay; a collection during a large body need not visit them.
             gc.collect()
             gc.freeze()
@@ -80,6 +85,8 @@ def serve(llm: AsyncLLM, settings: ServerSettings | None = None) -> None:
     finally:
         for listener in sockets:
             listener.close()
+        if side is not None:
+            side.close()
         asyncio.run(llm.close())
 
 

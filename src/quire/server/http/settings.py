@@ -14,11 +14,16 @@ from pathlib import Path
 from quire.base.config import check_int, check_real, option, parse_bytes
 from quire.base.errors import InvalidArgument
 from quire.base.signatures import require_bool
+from quire.channels.urls import Place
 from quire.server.tools import harmony, tools
 
 PARSERS = (*tools.NAMES, *harmony.NAMES)
 """Possible values of ``tool_call_parser``."""
 
+ROLES = ("prefill", "decode", "both")
+"""Possible values of ``role``."""
+LEAST_SECRET = 16
+"""Bytes of a secret."""
 MAX_WEIGHT = 1e6
 """Largest weight of an API key."""
 _PER_KEY = "Default: half of {}, or all of it where there are not two keys."
@@ -110,6 +115,19 @@ class ServerSettings:
         "Let the page at /, and others under this server's address, fork, rewind, delete and generate in sessions, as "
         "any other client may.",
     )
+    role: str = option(
+        "both",
+        "prefill: compute prompts for other servers, too, which connect to --peer; decode: let the server at --peer "
+        "compute prompts, and compute them here if that fails; both: neither.",
+    )
+    peer: str | None = option(
+        None,
+        "Where the servers of both roles meet: tcp://HOST:PORT, or shm:/PATH of a socket on one machine. A prefill server "
+        "listens there.",
+    )
+    secret_file: str | None = option(
+        None, "File with the secret that both must know, of at least 16 bytes; needed off this machine."
+    )
     drain_seconds: float = option(30.0, "Seconds that requests have to finish when the server is told to stop.")
 
     def __post_init__(self) -> None:
@@ -159,6 +177,18 @@ class ServerSettings:
             if not isinstance(folder, (str, Path)) or not os.path.isdir(folder):
                 raise InvalidArgument(field="adapter_dir", given=str(folder), allowed="a directory")
         object.__setattr__(self, "adapter_dir", tuple(map(Path, self.adapter_dir)))
+        if self.role not in ROLES:
+            raise InvalidArgument(field="role", given=self.role, allowed=f"one of {', '.join(ROLES)}")
+        if (self.role == "both") != (self.peer is None):
+            needed = "--peer is missing, where both servers meet" if self.peer is None else "it has no --peer"
+            raise InvalidArgument(f"role {self.role!r}: {needed}", field="peer")
+        if self.peer is not None:
+            Place.of(self.peer)
+        if self.secret_file is not None and len(self.secret) < LEAST_SECRET:
+            raise InvalidArgument(
+                f"secret_file {self.secret_file!r} has {len(self.secret)} bytes; at least {LEAST_SECRET} are needed",
+                field="secret_file",
+            )
         for limit in (
             "max_body_bytes",
             "max_upload_bytes",
@@ -200,6 +230,16 @@ class ServerSettings:
         """``served_model_name`` as a tuple; empty for the name of what was loaded."""
         given = self.served_model_name
         return tuple(given) if isinstance(given, (list, tuple)) else () if given is None else (given,)
+
+    @cached_property
+    def secret(self) -> bytes:
+        """The content of ``secret_file``, without white space around it; empty: there is none."""
+        if self.secret_file is None:
+            return b""
+        try:
+            return Path(self.secret_file).read_bytes().strip()
+        except OSError as error:
+            raise InvalidArgument(f"secret_file cannot be read: {error}", field="secret_file") from error
 
     @cached_property
     def key_weights(self) -> Mapping[str, float]:
