@@ -149,7 +149,9 @@ class EngineConfig:
     tensor_parallel_size: int = option(
         1, "Processes, each with a device or a share of the cores, that divide each layer."
     )
-    pipeline_parallel_size: int = option(1, "Devices over which the layers are divided; this release has 1 only.")
+    pipeline_parallel_size: int = option(
+        1, "Stages, each of tensor_parallel_size processes, that divide the layers among them."
+    )
     speculative: Speculation | str | None = option(  # noqa: RUF009
         None,
         f"Draft later tokens and verify several in one step: {', '.join(METHODS)} (as draft:MODEL, eagle:HEAD) or off; the texts stay the same.",
@@ -224,7 +226,6 @@ class EngineConfig:
         _set(self, check_int, "tensor_parallel_size", "pipeline_parallel_size", low=1)
         for name, supported, accepted in (
             ("attention_backend", self.attention_backend in ATTENTION_BACKENDS, _one_of(ATTENTION_BACKENDS)),
-            ("pipeline_parallel_size", self.pipeline_parallel_size == 1, "1"),
             ("quantization", self.quantization in (None, *QUANTIZATIONS), f"{_one_of(QUANTIZATIONS)}, or left out"),
             ("trust_remote_code", not self.trust_remote_code, "False: code from a checkpoint is never run"),
         ):

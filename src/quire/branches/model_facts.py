@@ -11,6 +11,7 @@ import torch
 from quire.base.config import check_int
 from quire.base.errors import InvalidArgument, Unsupported
 from quire.contracts.layers import KeyValueAttention, LatentAttention, LayerSpec, sink_refusal, window_refusal
+from quire.contracts.model import num_blocks
 from quire.kv.rule_table import POSITIONS_OF_WINDOWS, position_refusal
 from quire.kv.windows import Window
 from quire.models.families import LoadedModel
@@ -87,7 +88,7 @@ class ModelFacts:
             architecture=model.architecture,
             vocab_size=model.vocab_size,
             hidden_size=model.hidden_size,
-            num_blocks=len(model.blocks),
+            num_blocks=num_blocks(model),
             layer_kinds=tuple(sorted({spec.kind for spec in model.layer_specs})),
             num_parameters=model.num_parameters,
             parameter_bytes=model.parameter_bytes,

@@ -41,6 +41,7 @@ from quire.branches.branch import Branch
 from quire.branches.stored_state import StoredState
 from quire.contracts.blend import BlendRetriever
 from quire.contracts.layers import KeyValueAttention
+from quire.contracts.model import num_blocks
 from quire.contracts.store import ObjectKey
 from quire.engine.prompt_blend import PromptBlend
 from quire.engine.segmented_prompts import Pieces
@@ -118,7 +119,7 @@ def blend_refusal(runner: Runner) -> str:
         return reason
     if any(isinstance(spec, KeyValueAttention) and spec.rope_mode == "inline" for spec in specs):
         return "keys are stored raw and rotated when they are read"
-    if len(specs) != len(runner.model.blocks) or len(state.geometry.layer_ids) != len(specs):
+    if len(specs) != num_blocks(runner.model) or len(state.geometry.layer_ids) != len(specs):
         return "some of its blocks have no keys and values of their own"
     return ""
 
@@ -188,7 +189,7 @@ class Blending:
     def check_layer(self) -> int:
         """Return the check layer: rows are selected behind its projection. A calibration chooses
         it; without one it is the default."""
-        return default_layer(len(self._runner.model.blocks)) if self.calibration is None else self.calibration.layer
+        return default_layer(num_blocks(self._runner.model)) if self.calibration is None else self.calibration.layer
 
     @property
     def _most(self) -> int:
@@ -336,7 +337,7 @@ class Blending:
         if count < params.least:
             reason = f"{count} tokens have a state to be reused; at least {params.least} must have one"
         elif not self._stored.is_worth(
-            count * (1 - blend.ratio) * (1 - self.check_layer / len(self._runner.model.blocks)),
+            count * (1 - blend.ratio) * (1 - self.check_layer / num_blocks(self._runner.model)),
             {tier: tokens * self.layout.row_bytes for tier, tokens in task.tokens_by_tier.items()},
         ):
             reason = f"to load the state of {count} tokens takes longer than to compute them"
