@@ -187,7 +187,7 @@ class PagedStorage:
 
     def copy(self, copies: Sequence[SlotCopy]) -> None:
         """Copy slots, in every layer."""
-        if copies:
+        if copies and self._tensors:
             source = slot_index(SlotRange(part.source, part.count) for part in copies)
             target = slot_index(SlotRange(part.target, part.count) for part in copies)
             self._row_kernels.copy_slots(self._tensors, np.stack((source, target)))
