@@ -42,6 +42,8 @@ class ModelFacts:
     """Global ids of the recurrent layers."""
     num_ranks: int
     """Number of processes among which the heads are divided."""
+    num_stages: int
+    """Number of stages among which the layers are divided."""
     page_size: int
     """Tokens of a page."""
     page_bytes: tuple[int, ...]
@@ -98,6 +100,7 @@ class ModelFacts:
             layer_ids=geometry.layer_ids,
             recurrent_ids=state.recurrent_ids,
             num_ranks=geometry.num_ranks,
+            num_stages=geometry.num_stages,
             page_size=state.page_size,
             page_bytes=geometry.page_bytes,
             state_bytes=geometry.state_bytes,

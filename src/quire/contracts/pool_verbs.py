@@ -50,7 +50,7 @@ class StateGeometry:
     num_ranks: int
     """Number of processes among which the heads are divided."""
     num_stages: int
-    """Number of processes, or groups of these, among which the layers are divided."""
+    """Number of stages among which the layers are divided."""
 
     @property
     def keeping_layers(self) -> tuple[int, ...]:

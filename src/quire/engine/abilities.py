@@ -4,7 +4,6 @@ from __future__ import annotations
 
 ENGINE_REFUSALS: dict[str, str] = {
     "LLM(quantization='awq')": "of checkpoints whose weights are quantised only MXFP4 is read; int8, int4 and fp8 are made at load",
-    "LLM(pipeline_parallel_size=2)": "each rank runs all layers in this release; tensor_parallel_size divides the heads",
     "LLM(trust_remote_code=True)": "code of checkpoints is never run",
 }
 """Options that the engine refuses, with reasons, for ``capabilities``."""
