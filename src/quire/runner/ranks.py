@@ -31,7 +31,8 @@ from quire.kv import sequencefile
 from quire.kv.parts import StateParts
 from quire.kv.state import State
 from quire.kv.storage import geometry
-from quire.runner.local import LocalRunner, StepOutput
+from quire.runner.local import LocalRunner, StepOutput, logits_rows
+from quire.runner.micro_batches import micro_batches
 from quire.runner.rank_messages import (
     FAILED,
     SEEN,
@@ -108,18 +109,23 @@ class RankedRunner:
         return self._with_all_seen(step, output) if step.chunks and has_seen else output
 
     def _run(self, step: Step) -> StepOutput:
+        parts = self._micro_batches(step)
         try:
-            self.ranks.send(step)
+            for part in parts:
+                self.ranks.send(part)
         except RanksBroken:
             if step.chunks:
                 raise
             return self._inner.execute(step)  # a request ends at its chunk; what remains is to free sequences
         try:
             self.ranks.is_running = bool(step.chunks)
-            output = self._inner.execute(step)
+            outputs = [self._inner.execute(part) for part in parts]
             if (line := self._inner.line) is not None and step.chunks:
                 line.settle()
-            return output
+            if len(outputs) == 1:
+                return outputs[0]
+            _, starts = logits_rows(step.chunks)
+            return StepOutput(torch.cat([one.logits_RV for one in outputs]), starts)
         except RanksBroken:
             raise self.ranks.fail() from None
         except BaseException:
@@ -128,6 +134,22 @@ class RankedRunner:
             raise
         finally:
             self.ranks.is_running = False
+
+    def _micro_batches(self, step: Step) -> list[Step]:
+        """Return the parts of a step that stages run at the same time. There is room for all of
+        them, so that none fails behind another."""
+        state = self.state
+        parts = micro_batches(step, self.ranks.grid.stages, cuts_chunks=not state.recurrent_ids)
+        if len(parts) == 1:
+            return parts
+        seqs, counts = [chunk.seq for chunk in step.chunks], [len(chunk.tokens) for chunk in step.chunks]
+        try:
+            is_short = state.missing_pages(seqs, counts) > 0
+            if state.recurrent_ids:
+                is_short |= state.spare_states(seqs, counts) < 0
+        except QuireError:  # The forward raises it.
+            is_short = True
+        return [step] if is_short else parts
 
     def _with_all_seen(self, step: Step, output: StepOutput) -> StepOutput:
         """Return the output with what all ranks have seen: of all heads and blocks."""
