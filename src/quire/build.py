@@ -17,7 +17,7 @@ import torch
 from quire.adapters.divided import DividedAdapters
 from quire.adapters.peft import read_adapter
 from quire.adapters.pool import AdapterPool
-from quire.adapters.targets import embedding_of, linears_of, low_rank_refusal
+from quire.adapters.targets import absent_linears, embedding_of, linears_of, low_rank_refusal
 from quire.adapters.texts import check_adapter_texts
 from quire.base.config import ATTENTION_CLASSES, EngineConfig, ExecutorConfig, parse_bytes
 from quire.base.errors import CheckpointError, InvalidArgument, Unsupported
@@ -241,9 +241,9 @@ def _build(config: EngineConfig, path: Path, ranks: Ranks | None, *, progress: b
     interval = checkpoint_interval(config, model.layer_specs, format)
     local = LocalRunner(model, state, device, adapters, group, line)
     runner: Runner = local
-    dependence = row_dependence(model, state)
+    dependences = [dependences_of(model, state)]
     if ranks is not None:
-        dependence = next(filter(None, (dependence, *ranks.wait())), "")
+        dependences += ranks.wait()
         runner = RankedRunner(local, ranks)
     elif captures and not state.static_refusal(1) and (memory := device_memory(device)):
         runner = graphs = GraphRunner(local, CudaCapture(), longest=max_len)
@@ -263,8 +263,8 @@ def _build(config: EngineConfig, path: Path, ranks: Ranks | None, *, progress: b
         stored=StoredState(runner, make_store(config), identity),
         speculation=speculation,
         proposer=proposer,
-        dependence=dependence,
-        content_dependence=content_dependence(model),
+        dependence=next((one for one, _ in dependences if one), ""),
+        content_dependence=next((one for _, one in dependences if one), ""),
     )
     engine.sampling.kernel = fastest_draw(device)
     if device.type != "cpu":
@@ -376,6 +376,11 @@ def rank_budget(
         return budget
     nbytes = budget.nbytes if is_given or device.type != "cpu" else budget.nbytes // ranks.size
     return replace(budget, nbytes=int(nbytes / stage_share(model, format)))
+
+
+def dependences_of(model: LoadedModel, state: State) -> tuple[str, str]:
+    """Return ``row_dependence`` and ``content_dependence`` of the blocks that are here."""
+    return row_dependence(model, state), content_dependence(model)
 
 
 def stage_share(model: LoadedModel, format: KVFormat) -> float:
@@ -578,8 +583,6 @@ def make_adapters(
     ``peers``: the other ranks, which keep their parts."""
     if reason := low_rank_refusal(model):
         return AdapterPool.without_sites(reason)
-    if model.stages is not None:
-        return AdapterPool.without_sites("adapters: pipeline_parallel_size divides the maps that they change")
     if memory is None:
         free = free_memory(torch.device("cpu"))
         host = None if free is None else int(free * ADAPTER_SHARE)
@@ -594,7 +597,8 @@ def make_adapters(
         rank_capacity=ranks,
         host_capacity=host,
         kernel=kernel,
-        division=None if peers is None else DividedAdapters(model.places, peers.size, peers),
+        division=None if peers is None else DividedAdapters(model.places, peers.grid, peers),
+        absent=absent_linears(model),
     )
     if kernel is None and model.device.type == "cpu":
         pool.slowness = native_problem()

@@ -8,7 +8,7 @@ from multiprocessing.connection import Connection
 import torch
 
 from quire.base.errors import QuireError
-from quire.build import RankPart, division_of, joined, layer_kernels, make_adapters, make_state
+from quire.build import RankPart, dependences_of, division_of, joined, layer_kernels, make_adapters, make_state
 from quire.kernels.malloc import keep_freed_memory
 from quire.kv.plain_format import kv_format
 from quire.models.families import LoadedModel
@@ -17,7 +17,6 @@ from quire.runner.local import LocalRunner
 from quire.runner.pool_budget import PoolSizes
 from quire.runner.rank_messages import receive, send
 from quire.runner.ranks import serve_steps
-from quire.runner.row_dependence import row_dependence
 from quire.runner.torch_group import TorchGroup, TorchLine
 
 
@@ -47,7 +46,7 @@ def main(descriptor: int) -> None:
             config.attention_backend,
             division=division,
         )
-        send(pipe, row_dependence(model, state))
+        send(pipe, dependences_of(model, state))
         adapters = make_adapters(model, config.adapter_ranks, config.adapter_memory)
         with suppress(BrokenPipeError):  # rank 0 has ended
             serve_steps(LocalRunner(model, state, device, adapters, group, line), pipe)

@@ -76,7 +76,13 @@ def thread_ranks() -> Iterator[None]:
     """Ranks are threads; each lowers the number of PyTorch's threads, which they share."""
     threads = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(subprocess, "Popen", ThreadProcess)
+        started = subprocess.Popen
+
+        def start(command: Sequence[str], **options: Any) -> Any:
+            is_rank = any("rank_process" in part for part in command)
+            return ThreadProcess(command, **options) if is_rank else started(command, **options)
+
+        patch.setattr(subprocess, "Popen", start)
         turns = Turns()
         patch.setattr(LocalRunner, "execute", turns.computing(LocalRunner.execute))
         for kind, name in ((TorchGroup, "sum"), (TorchGroup, "gather"), (TorchLine, "_wait")):

@@ -182,6 +182,8 @@ class Trunk:
         self.canonical_config = canonical
         self.whole_specs: Sequence[LayerSpec] = ()
         self.stages: Stages | None = None
+        self.absent_blocks: Sequence[Block] = ()
+        """Those of other stages, whose weights have only shape and dtype."""
         self.embedding = _embedding(config, late(parameters, "embed.weight"))
         self.norm = norm
         self.lm_head = Linear(late(parameters, "embed.weight" if config.tie_embeddings else "head.weight"), name="head")
@@ -202,7 +204,9 @@ class Trunk:
     def keep(self, stages: Stages) -> None:
         """Keep the blocks and the ends of one stage, before the model is packed. Of an end that
         another stage has, the weights have only shape and dtype."""
-        self.stages, self.blocks = stages, [self.blocks[block] for block in stages.own]
+        every = list(self.blocks)
+        self.stages, self.blocks = stages, every[stages.own.start : stages.own.stop]
+        self.absent_blocks = [*every[: stages.own.start], *every[stages.own.stop :]]
         if not stages.is_last:
             self.lm_head, self.norm = Linear(self.lm_head.weight.to("meta"), name="head"), _absent
         if not stages.is_first:

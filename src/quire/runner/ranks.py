@@ -203,7 +203,7 @@ class RankedRunner:
         for seq in step.awaited:
             if seq not in self.transfers:
                 raise FailedPrecondition(f"sequence {seq} is awaited, and no transfer brings it")
-            for layer in self.state.geometry.layer_ids:
+            for layer in (*self.state.geometry.layer_ids, *self.state.recurrent_ids):
                 self.transfers[seq].wait(layer)
 
     def _cached_rows(self, step: Step) -> list[dict[int, HeldRows]]:
