@@ -65,7 +65,7 @@ from quire.kv.storage import bytes_per_token
 from quire.models.catalogue import resolve_model, resolve_tokenizer
 from quire.models.eagle import load_eagle
 from quire.models.families import LoadedModel
-from quire.models.fingerprint import kept_formats, length_rule_of, model_fingerprint
+from quire.models.fingerprint import checkpoint_mark, kept_formats, length_rule_of, model_fingerprint
 from quire.models.heads import Head
 from quire.models.loading import WHOLE, Outline, check_division, load_model
 from quire.models.mtp import load_mtp
@@ -161,6 +161,8 @@ class RankPart:
     rank: int
     meeting: Path
     """Where the ranks' groups meet (``joined``)."""
+    mark: str
+    """``checkpoint_mark`` of rank 0."""
 
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.grid.size}"
@@ -174,6 +176,14 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
     if grid.size == 1:
         return _build(config, path, None, progress=progress)
     check_division(path, grid, config.max_model_len)
+    drafts = read_speculation("speculative", config.speculative)
+    if grid.stages > 1 and drafts is not None and drafts.method in ("eagle", "mtp"):
+        raise Unsupported(
+            f"speculative: {drafts.method} is a head, which reads blocks and weights of all stages of "
+            f"pipeline_parallel_size {grid.stages}; draft by lookup or by a draft model",
+            field="speculative",
+            given=drafts.method,
+        )
     ranks = Ranks(grid, RANK_MAIN)
     try:
         return _build(config, path, ranks, progress=progress)
@@ -339,7 +349,8 @@ def meet(
     check_devices(device, ranks.grid)
     first = device.index or 0
     places = [str(device) if device.type == "cpu" else f"cuda:{first + rank}" for rank in range(ranks.size)]
-    parts = [RankPart(config, path, place, ranks.grid, rank, ranks.meeting) for rank, place in enumerate(places)]
+    mark = checkpoint_mark(path)
+    parts = [RankPart(config, path, place, ranks.grid, rank, ranks.meeting, mark) for rank, place in enumerate(places)]
     ranks.tell(parts[1:])
     ranks.wait()
     return joined(parts[0], device)

@@ -7,11 +7,12 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from quire.base.errors import QuireError
+from quire.base.errors import CheckpointError, QuireError
 from quire.build import RankPart, dependences_of, division_of, joined, layer_kernels, make_adapters, make_state
 from quire.kernels.malloc import keep_freed_memory
 from quire.kv.plain_format import kv_format
 from quire.models.families import LoadedModel
+from quire.models.fingerprint import checkpoint_mark
 from quire.models.loading import load_model
 from quire.runner.local import LocalRunner
 from quire.runner.pool_budget import PoolSizes
@@ -24,6 +25,10 @@ def main(descriptor: int) -> None:
     """Serve rank 0, at the other end of a socket: load, make the state, replay steps."""
     with Connection(descriptor) as pipe:
         part: RankPart = receive(pipe)
+        if checkpoint_mark(part.path) != part.mark:
+            text = f"{part} sees another checkpoint in {part.path} than rank 0; let its files be, and load again"
+            send(pipe, CheckpointError(text))
+            return
         send(pipe, None)
         try:
             group, line, model = _loaded(part)

@@ -445,7 +445,10 @@ def served_with(
         ("-md ./draft --no-cache-prompt", {"speculative": "draft:./draft", "enable_prefix_caching": False}),
         ("--chat-template-file x.jinja -ngl 0", {"chat_template": "x.jinja", "device": "cpu"}),
         ("--lora-modules a=./a b=./b", {"adapters": ["a=./a", "b=./b"]}),
-        ("-tp 2 -q int8 --block-size 32", {"tensor_parallel_size": 2, "quantization": "int8", "page_size": 32}),
+        (
+            "-tp 2 -pp 3 -q int8 --block-size 32",
+            {"tensor_parallel_size": 2, "pipeline_parallel_size": 3, "quantization": "int8", "page_size": 32},
+        ),
         (
             "--dtype float16 --enforce-eager --max-model-len 99",
             {"dtype": "float16", "enforce_eager": True, "max_model_len": 99},

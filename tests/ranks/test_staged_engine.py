@@ -14,9 +14,9 @@ from tests.ranks import test_ranks as slices
 from tests.ranks.test_ranks import GREEDY, LONG, PROMPTS, made, texts, worth  # noqa: F401
 from tests.ranks.thread_ranks import thread_ranks  # noqa: F401
 
-from quire import LLM, SamplingParams
+from quire import LLM, SamplingParams, build
 from quire.base.config import ExecutorConfig, MemoryConfig
-from quire.base.errors import InvalidArgument, Unsupported
+from quire.base.errors import CheckpointError, InvalidArgument, Unsupported
 from quire.base.segments import BlendParams, Segment
 from quire.build import EXECUTOR_FACTORY
 from quire.contracts.executor import PrefillInput
@@ -170,3 +170,17 @@ def test_more_stages_than_blocks_start_no_process() -> None:
         EXECUTOR_FACTORY.create_executor(ExecutorConfig(model_info="tiny-python", **options))
     with pytest.raises(InvalidArgument, match="belongs to executor_type 'PipelineParallel'"):
         ExecutorConfig(model_info="tiny-python", executor_options={"pipeline_parallel_size": 2})
+
+
+@pytest.mark.usefixtures("no_process")
+@pytest.mark.parametrize("speculative", ["mtp", "eagle:tiny-python"])
+def test_heads_that_draft_start_no_process(speculative: str) -> None:
+    with pytest.raises(Unsupported, match="is a head, which reads blocks and weights of all stages"):
+        made(1, pipeline_parallel_size=2, speculative=speculative)
+
+
+@pytest.mark.usefixtures("thread_ranks")
+def test_a_rank_that_sees_another_checkpoint_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "checkpoint_mark", lambda path: "another")
+    with pytest.raises(CheckpointError, match=r"rank 1 of 2 sees another checkpoint in .* than rank 0"):
+        made(1, pipeline_parallel_size=2)
