@@ -1,0 +1,36 @@
+"""A real model divided among processes: the texts and the state files of one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from quire import LLM, SamplingParams
+
+PROMPTS = ["def quicksort(items):\n", "The three largest cities of France are", "# A parser of INI files\nclass "]
+GREEDY = SamplingParams(max_tokens=24, temperature=0)
+
+
+def texts(llm: LLM) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY)]
+
+
+@pytest.mark.parametrize(("slices", "stages"), [(1, 2), (2, 1), (2, 2)])
+def test_ranks_write_the_texts_of_one_process(file: Path, llm: LLM, tmp_path: Path, slices: int, stages: int) -> None:
+    with LLM(
+        str(file),
+        dtype="float32",
+        kv_cache_memory="128MiB",
+        max_model_len=1024,
+        tensor_parallel_size=slices,
+        pipeline_parallel_size=stages,
+    ) as divided:
+        assert texts(divided) == texts(llm)
+        with divided.session(PROMPTS[0]) as session:
+            session.save(tmp_path / "first.kv")
+            expected = session.generate(GREEDY).outputs[0].token_ids
+        with llm.load_session(tmp_path / "first.kv") as session:
+            session.save(tmp_path / "second.kv")
+            assert session.generate(GREEDY).outputs[0].token_ids == expected
+        assert (tmp_path / "second.kv").read_bytes() == (tmp_path / "first.kv").read_bytes()
