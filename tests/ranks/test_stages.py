@@ -10,14 +10,19 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from tests.ranks.thread_ranks import thread_ranks  # noqa: F401
 from tests.sessions import test_family_conversations as families
 from tests.sessions.test_conversations import run
 from tests.small_llms import Checkpoint, MakeLLM, greedy, make_family, random_tokens
-from tests.test_parity import FAMILIES, GEMMA3N, LONGROPE
+from tests.test_parity import FAMILIES, GEMMA3N, LONGROPE, SIZES
 
 from quire import LLM
+from quire.base.errors import Unsupported
+from quire.models.families import family_of
+from quire.models.stages import check_stages, owners_of, ranges_of
 from quire.runner import micro_batches
+from quire.weights.places import Place
 
 pytestmark = pytest.mark.usefixtures("thread_ranks")
 
@@ -143,3 +148,36 @@ def test_layers_of_all_stages_are_read_and_written(make_llm: MakeLLM, family: Ch
     for mine, other in zip(ours, theirs, strict=True):
         assert mine.keys() == other.keys()
         assert all(torch.equal(mine[name], other[name]) for name in mine)
+
+
+# -- the blocks of each stage ----------------------------------------------------------------------
+
+
+def config_of(kind: str, **changes: Any) -> Any:
+    name, fields = FAMILIES[kind]
+    config = getattr(transformers, f"{name}ForCausalLM").config_class(**{**SIZES, **fields, **changes})
+    values = {**config.to_dict(), "architectures": [f"{name}ForCausalLM"]}
+    return family_of(values).read_config(values, None)
+
+
+def test_blocks_that_share_k_and_v_are_in_one_stage() -> None:
+    config = config_of("gemma3n")
+    assert set(owners_of(config, [range(6)])) == {0, 1, 2}
+    with pytest.raises(Unsupported, match="blocks 0 to 5 share K and V and are one stage; give 1 at most"):
+        check_stages(config, 2)
+    check_stages(config_of("gemma3n", **MORE["gemma3n"]), 2)
+
+
+def test_the_largest_stage_is_as_small_as_possible() -> None:
+    """The head is as large as two blocks, and the first block as two others."""
+    config = config_of("llama", num_hidden_layers=7, tie_word_embeddings=False, hidden_size=48)
+    places = {
+        "embed": Place(parameter="embed.weight", shape=(10, 1)),
+        "head": Place(parameter="head.weight", shape=(200, 1)),
+    }
+    for block in range(7):
+        places[str(block)] = Place(parameter=f"{block}.x", shape=(200 if block == 0 else 100, 1))
+    # 310, 300 and 400; a block more in the first stage makes 410.
+    assert ranges_of(config, 3, places) == [range(2), range(2, 5), range(5, 7)]
+    assert ranges_of(config, 1, places) == [range(7)]
+    assert [len(one) for one in ranges_of(config, 7, places)] == [1] * 7

@@ -27,6 +27,8 @@ def test_ranks_write_the_texts_of_one_process(file: Path, llm: LLM, tmp_path: Pa
         pipeline_parallel_size=stages,
     ) as divided:
         assert texts(divided) == texts(llm)
+        if slices > 1:  # Blocks that a slice cannot cut are expanded there: another model's state.
+            return
         with divided.session(PROMPTS[0]) as session:
             session.save(tmp_path / "first.kv")
             expected = session.generate(GREEDY).outputs[0].token_ids
