@@ -35,7 +35,10 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("kept")
 
 
-@pytest.fixture(scope="module", params=[(1, 3), (2, 2)], ids=["three-stages", "two-by-two"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param((1, 3), id="three-stages"), pytest.param((2, 2), id="two-by-two", marks=pytest.mark.slow)],
+)
 def many(request: pytest.FixtureRequest, thread_ranks: None, kept: Path) -> Iterator[LLM]:  # noqa: F811
     size, stages = request.param
     folder = kept / f"{size}-{stages}"
