@@ -198,8 +198,8 @@ def checkpoint(request: pytest.FixtureRequest, checkpoints: dict[str, Checkpoint
     return checkpoints[request.param]
 
 
-def make_family(kind: str, path: Path) -> Checkpoint:
-    """A checkpoint of one of the families of ``tests.test_parity``."""
+def make_family(kind: str, path: Path, **others: Any) -> Checkpoint:
+    """A checkpoint of one of the families of ``tests.test_parity``, with other fields."""
     from tests.test_parity import FAMILIES as EVERY
     from tests.test_parity import SIZES
 
@@ -207,7 +207,7 @@ def make_family(kind: str, path: Path) -> Checkpoint:
     torch.manual_seed(7)
     model = getattr(transformers, f"{name}ForCausalLM")
     sizes = {**SIZES, "vocab_size": VOCAB, "max_position_embeddings": CONTEXT}
-    peer = model(model.config_class(**{**sizes, **changes})).float().eval()
+    peer = model(model.config_class(**{**sizes, **changes, **others})).float().eval()
     with torch.no_grad():
         for parameter in peer.parameters():
             parameter.mul_(3.0 if parameter.dim() > 1 else 1.0).add_(0.1 * torch.randn_like(parameter))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
@@ -16,7 +17,7 @@ import torch
 from quire.adapters.divided import DividedAdapters
 from quire.adapters.peft import read_adapter
 from quire.adapters.pool import AdapterPool
-from quire.adapters.targets import embedding_of, linears_of, low_rank_refusal
+from quire.adapters.targets import absent_linears, embedding_of, linears_of, low_rank_refusal
 from quire.adapters.texts import check_adapter_texts
 from quire.base.config import ATTENTION_CLASSES, EngineConfig, ExecutorConfig, parse_bytes
 from quire.base.errors import CheckpointError, InvalidArgument, Unsupported
@@ -31,7 +32,7 @@ from quire.contracts.executor import ExecutorType
 from quire.contracts.kv_format import KVFormat
 from quire.contracts.layers import LayerSpec, Recurrent
 from quire.contracts.linear import Quantization
-from quire.contracts.ranks import Group, Share
+from quire.contracts.ranks import Grid
 from quire.engine.assembly import make_engine
 from quire.engine.engine import Engine
 from quire.engine.exact import ExactWindows
@@ -64,9 +65,9 @@ from quire.kv.storage import bytes_per_token
 from quire.models.catalogue import resolve_model, resolve_tokenizer
 from quire.models.eagle import load_eagle
 from quire.models.families import LoadedModel
-from quire.models.fingerprint import kept_formats, length_rule_of, model_fingerprint
+from quire.models.fingerprint import checkpoint_mark, kept_formats, length_rule_of, model_fingerprint
 from quire.models.heads import Head
-from quire.models.loading import Outline, check_division, load_model
+from quire.models.loading import WHOLE, Outline, check_division, load_model
 from quire.models.mtp import load_mtp
 from quire.models.sources import read_generation_config
 from quire.runner.graph import CudaCapture, GraphRunner, usual_sizes
@@ -98,7 +99,7 @@ from quire.runner.pool_budget import (
 from quire.runner.rank_processes import Ranks
 from quire.runner.ranks import RankedRunner
 from quire.runner.row_dependence import content_dependence, row_dependence
-from quire.runner.torch_group import TorchGroup
+from quire.runner.torch_group import TorchGroup, TorchLine
 from quire.sampling.seen_tokens import SeenTokens
 from quire.speculation.draft_model import DraftModel, check_vocabulary, check_vocabulary_size
 from quire.speculation.heads import Heads
@@ -156,19 +157,34 @@ class RankPart:
     config: EngineConfig
     path: Path
     device: str
-    share: Share
+    grid: Grid
+    rank: int
     meeting: Path
-    """Where the ranks' groups meet (``TorchGroup``)."""
+    """Where the ranks' groups meet (``joined``)."""
+    mark: str
+    """``checkpoint_mark`` of rank 0."""
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} of {self.grid.size}"
 
 
 def build(config: EngineConfig, *, progress: bool = False) -> Parts:
     """Load a model and put an engine around it. Each misfit is one clear error, before memory is
     spent."""
     path = resolve_model(config.model, revision=config.revision)
-    if config.tensor_parallel_size == 1:
+    grid = Grid(config.tensor_parallel_size, config.pipeline_parallel_size)
+    if grid.size == 1:
         return _build(config, path, None, progress=progress)
-    check_division(path, config.tensor_parallel_size, config.max_model_len)
-    ranks = Ranks(config.tensor_parallel_size, RANK_MAIN)
+    check_division(path, grid, config.max_model_len)
+    drafts = read_speculation("speculative", config.speculative)
+    if grid.stages > 1 and drafts is not None and drafts.method in ("eagle", "mtp"):
+        raise Unsupported(
+            f"speculative: {drafts.method} is a head, which reads blocks and weights of all stages of "
+            f"pipeline_parallel_size {grid.stages}; draft by lookup or by a draft model",
+            field="speculative",
+            given=drafts.method,
+        )
+    ranks = Ranks(grid, RANK_MAIN)
     try:
         return _build(config, path, ranks, progress=progress)
     except BaseException:
@@ -180,7 +196,7 @@ def _build(config: EngineConfig, path: Path, ranks: Ranks | None, *, progress: b
     device = resolve_device(config.device)
     if device.type == "cpu":
         limit_threads()
-    group = None if ranks is None else meet(ranks, config, path, device)
+    group, line = (None, None) if ranks is None else meet(ranks, config, path, device)
     shared = open_gguf(path) if is_gguf(path) else None  # its readers below find it open
     tokenizer = load_tokenizer(config, path)
     speculation = read_speculation("speculative", config.speculative)
@@ -193,9 +209,10 @@ def _build(config: EngineConfig, path: Path, ranks: Ranks | None, *, progress: b
         kernels=layer_kernels(device, config.quantization),
         before_weights=lambda outline: check_outline(config, outline, device),
         group=group,
+        grid=WHOLE if ranks is None else ranks.grid,
     )
     if ranks is not None:
-        ranks.wait()
+        join_loaded(ranks, model, line)
     check_quantized(model, config.quantization)
     if device.type == "cpu":
         keep_freed_memory()
@@ -217,8 +234,7 @@ def _build(config: EngineConfig, path: Path, ranks: Ranks | None, *, progress: b
         proposer, budget = make_heads(config, draft, speculation.method, model, budget, format, device, max_len)
     elif draft is not None and not isinstance(draft, Head):
         proposer, budget = make_draft_model(config, draft, model, budget, format, device, max_len)
-    if ranks is not None and device.type == "cpu" and config.kv_cache_memory is None:
-        budget = replace(budget, nbytes=budget.nbytes // ranks.size)
+    budget = rank_budget(budget, ranks, model, format, device, is_given=config.kv_cache_memory is not None)
     sizes = pool_sizes(config, model.layer_specs, format, max_len, budget, slack=int(runs_ahead))
     division = joined_division(ranks, sizes, model)
     state = make_state(
@@ -233,10 +249,11 @@ def _build(config: EngineConfig, path: Path, ranks: Ranks | None, *, progress: b
         division=division,
     )
     interval = checkpoint_interval(config, model.layer_specs, format)
-    local = LocalRunner(model, state, device, adapters, group)
+    local = LocalRunner(model, state, device, adapters, group, line)
     runner: Runner = local
+    dependences = [dependences_of(model, state)]
     if ranks is not None:
-        ranks.wait()
+        dependences += ranks.wait()
         runner = RankedRunner(local, ranks)
     elif captures and not state.static_refusal(1) and (memory := device_memory(device)):
         runner = graphs = GraphRunner(local, CudaCapture(), longest=max_len)
@@ -256,8 +273,8 @@ def _build(config: EngineConfig, path: Path, ranks: Ranks | None, *, progress: b
         stored=StoredState(runner, make_store(config), identity),
         speculation=speculation,
         proposer=proposer,
-        dependence=row_dependence(model, state),
-        content_dependence=content_dependence(model),
+        dependence=next((one for one, _ in dependences if one), ""),
+        content_dependence=next((one for _, one in dependences if one), ""),
     )
     engine.sampling.kernel = fastest_draw(device)
     if device.type != "cpu":
@@ -325,17 +342,70 @@ RANK_MAIN = "from quire.rank_process import main; main"
 """The code that a rank's process runs, but for its argument."""
 
 
-def meet(ranks: Ranks, config: EngineConfig, path: Path, device: torch.device) -> Group:
-    """Let the other ranks begin to load their parts; return the group of all."""
-    check_devices(device, ranks.size)
+def meet(
+    ranks: Ranks, config: EngineConfig, path: Path, device: torch.device
+) -> tuple[TorchGroup | None, TorchLine | None]:
+    """Let the other ranks begin to load their parts; return as ``joined``."""
+    check_devices(device, ranks.grid)
     first = device.index or 0
     places = [str(device) if device.type == "cpu" else f"cuda:{first + rank}" for rank in range(ranks.size)]
-    parts = [RankPart(config, path, places[rank], Share(rank, ranks.size), ranks.meeting) for rank in range(ranks.size)]
+    mark = checkpoint_mark(path)
+    parts = [RankPart(config, path, place, ranks.grid, rank, ranks.meeting, mark) for rank, place in enumerate(places)]
     ranks.tell(parts[1:])
     ranks.wait()
+    return joined(parts[0], device)
+
+
+def joined(part: RankPart, device: torch.device) -> tuple[TorchGroup | None, TorchLine | None]:
+    """Wait for the other ranks; return the slices of this rank's stage, and the stages. None: there
+    is one."""
     if device.type == "cpu":
-        rank_threads(ranks.size)
-    return TorchGroup(parts[0].share, device, ranks.meeting)
+        rank_threads(part.grid.size)
+    grid, stage = part.grid, part.grid.stage(part.rank)
+    slices = part.meeting.with_name(f"{part.meeting.name}-{stage}")
+    group = TorchGroup(grid.share(part.rank), device, slices) if grid.slices > 1 else None
+    return group, TorchLine(part.rank, grid, device, part.meeting) if grid.stages > 1 else None
+
+
+def join_loaded(ranks: Ranks, model: LoadedModel, line: TorchLine | None) -> None:
+    """Wait until all ranks have loaded; learn what they have expanded."""
+    expanded = Counter(model.expanded)
+    for rank, other in enumerate(ranks.wait(), 1):
+        if ranks.grid.stage(rank) and not ranks.grid.share(rank).rank:
+            expanded.update(other)
+    model.expanded = dict(expanded)
+    if line is not None and model.stages is not None:
+        line.use(model.stages, model.vocab_size)
+
+
+def rank_budget(
+    budget: Budget, ranks: Ranks | None, model: LoadedModel, format: KVFormat, device: torch.device, *, is_given: bool
+) -> Budget:
+    """Return the bytes for the layers of all stages with which no rank takes more than its share:
+    the budget, which is each rank's if it is given, else what all ranks of a CPU divide."""
+    if ranks is None:
+        return budget
+    nbytes = budget.nbytes if is_given or device.type != "cpu" else budget.nbytes // ranks.size
+    return replace(budget, nbytes=int(nbytes / stage_share(model, format)))
+
+
+def dependences_of(model: LoadedModel, state: State) -> tuple[str, str]:
+    """Return ``row_dependence`` and ``content_dependence`` of the blocks that are here."""
+    return row_dependence(model, state), content_dependence(model)
+
+
+def stage_share(model: LoadedModel, format: KVFormat) -> float:
+    """Return the largest part of the memory of layers of one kind that a stage has."""
+    if model.stages is None:
+        return 1.0
+    ids = sorted(model.stages.owners)
+    kinds: dict[object, Counter[int]] = {}
+    for layer, spec in zip(ids, model.layer_specs, strict=True):
+        is_recurrent = isinstance(spec, Recurrent)
+        size = bytes_per_state([spec]) if is_recurrent else bytes_per_token([spec], format)  # type: ignore[list-item]
+        kind = "states" if is_recurrent else getattr(spec, "layer_window", None) is None
+        kinds.setdefault(kind, Counter())[model.stages.owners[layer]] += size
+    return max(max(one.values()) / one.total() for one in kinds.values())
 
 
 def joined_division(ranks: Ranks | None, sizes: PoolSizes, model: LoadedModel) -> DividedRows | None:
@@ -343,7 +413,12 @@ def joined_division(ranks: Ranks | None, sizes: PoolSizes, model: LoadedModel) -
     if ranks is None:
         return None
     ranks.send(sizes)
-    return DividedRows(Share(0, ranks.size), model.whole_specs, ranks)
+    return division_of(model, ranks.grid, 0, ranks)
+
+
+def division_of(model: LoadedModel, grid: Grid, rank: int, peers: Ranks | None) -> DividedRows:
+    """Return the division of a rank's rows; ``peers``: the other ranks, for rank 0."""
+    return DividedRows(grid, rank, model.whole_specs, peers, {} if model.stages is None else model.stages.owners)
 
 
 def rank_threads(size: int) -> None:
@@ -541,7 +616,8 @@ def make_adapters(
         rank_capacity=ranks,
         host_capacity=host,
         kernel=kernel,
-        division=None if peers is None else DividedAdapters(model.places, peers.size, peers),
+        division=None if peers is None else DividedAdapters(model.places, peers.grid, peers),
+        absent=absent_linears(model),
     )
     if kernel is None and model.device.type == "cpu":
         pool.slowness = native_problem()
@@ -730,10 +806,10 @@ def eos_ids(
 def make_executor(config: ExecutorConfig, choices: Choices) -> Executor:
     """Load a model and put an executor with a pool of its own around it."""
     path = resolve_model(choices.model)
-    if choices.num_ranks == 1:
+    if choices.grid.size == 1:
         return _make_executor(config, choices, path, None)
-    check_division(path, choices.num_ranks, config.max_sequence_length)
-    ranks = Ranks(choices.num_ranks, RANK_MAIN)
+    check_division(path, choices.grid, config.max_sequence_length)
+    ranks = Ranks(choices.grid, RANK_MAIN)
     try:
         return _make_executor(config, choices, path, ranks)
     except BaseException:
@@ -758,7 +834,7 @@ def _make_executor(config: ExecutorConfig, choices: Choices, path: Path, ranks: 
         page_size=size,
         attention_backend=choices.attention_backend,
     )
-    group = None if ranks is None else meet(ranks, limits, path, device)
+    group, line = (None, None) if ranks is None else meet(ranks, limits, path, device)
     speculation = None
     if choices.executor_type is ExecutorType.SPECULATIVE:
         speculation = read_speculation("speculative", config.executor_options.get("speculative")) or Speculation()
@@ -768,7 +844,7 @@ def _make_executor(config: ExecutorConfig, choices: Choices, path: Path, ranks: 
         bytes of weights that are not loaded yet."""
         check_length(config, model.max_position)
         # Of a rank's part the outline does not know all heads; the model does.
-        specs = model.layer_specs if ranks is None else getattr(model, "whole_specs", ())
+        specs = model.layer_specs if group is None else getattr(model, "whole_specs", ())
         if specs:
             check_heads(config, [spec for spec in specs if isinstance(spec, ATTENTION)])
         if memory.memory_pool_size is None:
@@ -791,9 +867,10 @@ def _make_executor(config: ExecutorConfig, choices: Choices, path: Path, ranks: 
         kernels=layer_kernels(device),
         before_weights=lambda outline: budget_of(outline, outline.weight_bytes),
         group=group,
+        grid=WHOLE if ranks is None else ranks.grid,
     )
     if ranks is not None:
-        ranks.wait()
+        join_loaded(ranks, model, line)
     if (rule := length_rule_of(model)) is not None and rule.inexact:
         logger.warning(rule.inexact.replace("max_model_len", "max_sequence_length"))
     draft = None
@@ -808,15 +885,14 @@ def _make_executor(config: ExecutorConfig, choices: Choices, path: Path, ranks: 
             longest = config.max_sequence_length
             proposer, budget = make_draft_model(limits, draft, model, budget, format, device, longest)
         arguments["drafting"] = Drafting(proposer, speculation.depth, model.vocab_size)
-    if ranks is not None and device.type == "cpu" and memory.memory_pool_size is None:
-        budget = replace(budget, nbytes=budget.nbytes // ranks.size)
+    budget = rank_budget(budget, ranks, model, format, device, is_given=memory.memory_pool_size is not None)
     sizes = sizes_of(model, budget)
     division = joined_division(ranks, sizes, model)
     state = make_state(model.layer_specs, sizes, size, format, device, choices.attention_backend, division=division)
     arguments["fallbacks"] = check_flash(config, state)
     if sizes.window_tokens is not None:
         arguments["prefill_chunk_size"] = sizes.step_tokens
-    runner: Runner = LocalRunner(model, state, device, make_adapters(model, peers=ranks), group)
+    runner: Runner = LocalRunner(model, state, device, make_adapters(model, peers=ranks), group, line)
     if ranks is not None:
         ranks.wait()
         runner = RankedRunner(cast(LocalRunner, runner), ranks)

@@ -124,7 +124,7 @@ class LLM:
         config = EngineConfig.from_mapping(given)
         checked_part("blend_retriever", blend_retriever, "new_request")
         checked_part("blend_executor", blend_executor, "blend")
-        if blend_executor is not None and config.tensor_parallel_size > 1:
+        if blend_executor is not None and config.tensor_parallel_size * config.pipeline_parallel_size > 1:
             allowed = "left out beside tensor_parallel_size: it chooses among rows of all heads"
             raise Unsupported(field="blend_executor", given=blend_executor, allowed=allowed)
         # Before the model is loaded, which takes longer than to find that the directory is in use.

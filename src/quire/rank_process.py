@@ -7,38 +7,41 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from quire.base.errors import QuireError
-from quire.build import RankPart, layer_kernels, make_adapters, make_state, rank_threads
-from quire.contracts.ranks import Group
+from quire.base.errors import CheckpointError, QuireError
+from quire.build import RankPart, dependences_of, division_of, joined, layer_kernels, make_adapters, make_state
 from quire.kernels.malloc import keep_freed_memory
-from quire.kv.divided_rows import DividedRows
 from quire.kv.formats import kv_format
 from quire.models.families import LoadedModel
+from quire.models.fingerprint import checkpoint_mark
 from quire.models.loading import load_model
 from quire.runner.local import LocalRunner
 from quire.runner.pool_budget import PoolSizes
 from quire.runner.rank_messages import receive, send
 from quire.runner.ranks import serve_steps
-from quire.runner.torch_group import TorchGroup
+from quire.runner.torch_group import TorchGroup, TorchLine
 
 
 def main(descriptor: int) -> None:
     """Serve rank 0, at the other end of a socket: load, make the state, replay steps."""
     with Connection(descriptor) as pipe:
         part: RankPart = receive(pipe)
+        if checkpoint_mark(part.path) != part.mark:
+            text = f"{part} sees another checkpoint in {part.path} than rank 0; let its files be, and load again"
+            send(pipe, CheckpointError(text))
+            return
         send(pipe, None)
         try:
-            group, model = _loaded(part)
+            group, line, model = _loaded(part)
         except Exception as error:
-            send(pipe, error if isinstance(error, QuireError) else QuireError(f"{part.share}: {error!r}"))
+            send(pipe, error if isinstance(error, QuireError) else QuireError(f"{part}: {error!r}"))
             with suppress(EOFError, OSError):
                 receive(pipe)  # rank 0 may still be connecting to this one, and then finds the same error
             return
-        send(pipe, None)
+        send(pipe, dict(model.expanded))
         sizes: PoolSizes = receive(pipe)
         config, device = part.config, torch.device(part.device)
         format = kv_format(config.kv_dtype, model.dtype)
-        division = DividedRows(part.share, model.whole_specs, None)
+        division = division_of(model, part.grid, part.rank, None)
         state = make_state(
             model.layer_specs,
             sizes,
@@ -48,23 +51,27 @@ def main(descriptor: int) -> None:
             config.attention_backend,
             division=division,
         )
-        send(pipe, None)
+        send(pipe, dependences_of(model, state))
         adapters = make_adapters(model, config.adapter_ranks, config.adapter_memory)
         with suppress(BrokenPipeError):  # rank 0 has ended
-            serve_steps(LocalRunner(model, state, device, adapters, group), pipe)
+            serve_steps(LocalRunner(model, state, device, adapters, group, line), pipe)
 
 
-def _loaded(part: RankPart) -> tuple[Group, LoadedModel]:
+def _loaded(part: RankPart) -> tuple[TorchGroup | None, TorchLine | None, LoadedModel]:
     config, device = part.config, torch.device(part.device)
+    group, line = joined(part, device)
     if device.type == "cpu":
-        rank_threads(part.share.size)
         keep_freed_memory()
-    group = TorchGroup(part.share, device, part.meeting)
-    return group, load_model(
+    model = load_model(
         part.path,
         device=device,
         dtype=config.dtype,
         max_model_len=config.max_model_len,
         kernels=layer_kernels(device, config.quantization),
         group=group,
+        grid=part.grid,
+        stage=part.grid.stage(part.rank),
     )
+    if line is not None and model.stages is not None:
+        line.use(model.stages, model.vocab_size)
+    return group, line, model

@@ -119,8 +119,8 @@ def test_config_file_sets_options_and_the_command_line_wins(
         (["generate", "x", "--kv-cache-memory", "10"], "kv_cache_memory"),
         (["generate", "x", "--kv-cache-memory", "many"], "kv_cache_memory"),
         (
-            ["generate", "x", "--pipeline-parallel-size", "2"],
-            "quire: --pipeline-parallel-size: pipeline_parallel_size=2",
+            ["generate", "x", "--pipeline-parallel-size", "9"],
+            "quire: --pipeline-parallel-size: ",
         ),
         (
             ["generate", "x", "--tensor-parallel-size", "3"],
@@ -447,7 +447,10 @@ def served_with(
         ("-md ./draft --no-cache-prompt", {"speculative": "draft:./draft", "enable_prefix_caching": False}),
         ("--chat-template-file x.jinja -ngl 0", {"chat_template": "x.jinja", "device": "cpu"}),
         ("--lora-modules a=./a b=./b", {"adapters": ["a=./a", "b=./b"]}),
-        ("-tp 2 -q int8 --block-size 32", {"tensor_parallel_size": 2, "quantization": "int8", "page_size": 32}),
+        (
+            "-tp 2 -pp 3 -q int8 --block-size 32",
+            {"tensor_parallel_size": 2, "pipeline_parallel_size": 3, "quantization": "int8", "page_size": 32},
+        ),
         (
             "--dtype float16 --enforce-eager --max-model-len 99",
             {"dtype": "float16", "enforce_eager": True, "max_model_len": 99},
@@ -868,7 +871,6 @@ def test_what_the_engine_refuses_is_refused(llm: LLM) -> None:
 
     calls: dict[str, list[Callable[[], object]]] = {
         "LLM(quantization='awq')": [lambda: LLM("tiny-python", quantization="awq")],
-        "LLM(pipeline_parallel_size=2)": [lambda: LLM("tiny-python", pipeline_parallel_size=2)],
         "LLM(trust_remote_code=True)": [lambda: LLM("tiny-python", trust_remote_code=True)],
     }
     assert set(calls) == set(llm.capabilities()["engine"])

@@ -7,6 +7,8 @@ BLOCKS = "ranks/test_divided_blocks.py"
 ADAPTERS = "ranks/test_divided_adapters.py"
 RANKS = "ranks/test_ranks.py"
 ROWS = "ranks/test_divided_rows.py"
+STAGES = "ranks/test_stages.py"
+BATCHES = "ranks/test_micro_batches.py"
 
 MUTANTS = (
     Mutant(
@@ -61,8 +63,8 @@ MUTANTS = (
     Mutant(
         name="ranks-share-a-stored-head-in-turns",
         file="kv/divided_rows.py",
-        old="return rank * pieces // self.share.size",
-        new="return rank % pieces",
+        old="return slice * pieces // self.grid.slices",
+        new="return slice % pieces",
         tests=(f"{ROWS}::test_ranks_export_and_import_what_one_state_does[4-4-2-plain-torch.float32]",),
     ),
     Mutant(
@@ -89,15 +91,43 @@ MUTANTS = (
     Mutant(
         name="ranks-save-a-shared-head-twice",
         file="kv/divided_rows.py",
-        old="return [piece * self.share.size // pieces for piece in range(pieces)]",
-        new="return list(range(self.share.size))",
+        old="return [first + piece * self.grid.slices // pieces for piece in range(pieces)]",
+        new="return list(range(first, first + self.grid.slices))",
         tests=(f"{ROWS}::test_ranks_export_and_import_what_one_state_does[4-4-2-plain-torch.float32]",),
     ),
     Mutant(
         name="ranks-write-all-heads-of-a-write-alike",
         file="kv/stored_rows.py",
-        old="            new_k, new_v = (state.division.heads_of(rank, new, heads) for new in (new_k, new_v))\n",
+        old="            new_k, new_v = (state.division.heads_of(slice, new, heads) for new in (new_k, new_v))\n",
         new="            new_k, new_v = (new[:, :heads] for new in (new_k, new_v))\n",
         tests=(f"{ROWS}::test_overwritten_rows[2-4-2]",),
+    ),
+    Mutant(
+        name="stages-lose-the-first-stages-states",
+        file="kv/recurrent.py",
+        old="        self.storage.put(self.layer(layer_id), slots, here)\n",
+        new="",
+        tests=(f"{STAGES}::test_files_of_stages_are_those_of_one_process[mamba2]",),
+    ),
+    Mutant(
+        name="stages-read-the-first-stages-rows",
+        file="kv/divided_rows.py",
+        old="return self.owners.get(layer_id, 0) * self.grid.slices",
+        new="return 0",
+        tests=(f"{STAGES}::test_files_of_stages_are_those_of_one_process[gpt-oss]",),
+    ),
+    Mutant(
+        name="stages-cut-between-a-block-and-its-source",
+        file="models/stages.py",
+        old="if not any(source < cut <= block for source, block in shared)",
+        new="if cut",
+        tests=(f"{STAGES}::test_blocks_that_share_k_and_v_are_in_one_stage",),
+    ),
+    Mutant(
+        name="micro-batches-want-logits-of-each-piece",
+        file="runner/micro_batches.py",
+        old='"none" if chunk.logits == "last" and stop < len(chunk.tokens) else chunk.logits',
+        new="chunk.logits",
+        tests=(f"{BATCHES}::test_a_prompt_beside_decodes_is_cut_evenly",),
     ),
 )

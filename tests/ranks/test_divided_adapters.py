@@ -22,6 +22,7 @@ from quire.adapters.divided import DividedAdapters
 from quire.adapters.peft import read_adapter
 from quire.build import layer_kernels, make_adapters
 from quire.contracts.adapters import Adapter
+from quire.contracts.ranks import Grid
 from quire.models.loading import load_model
 
 
@@ -54,7 +55,7 @@ def test_ranks_give_the_logits_of_the_merged_model(make_tiny: Any, name: str, si
         adapter = read_adapter(tmp_path, model)
         assert adapter.fingerprint == fingerprint, "it is read as one process reads it"
         pool, base = make_adapters(model), run(model, tokens_T, [len(tokens_T)])
-        number = pool.load(DividedAdapters(model.places, size, NoPeers()).parts(adapter)[group.rank])
+        number = pool.load(DividedAdapters(model.places, Grid(size), NoPeers()).parts(adapter)[group.rank])
         pool.activate([number], [len(tokens_T)], [len(tokens_T)])
         found = run(model, tokens_T, [len(tokens_T)])
         pool.deactivate()

@@ -20,7 +20,7 @@ from torch import Tensor
 from quire.base.errors import QuireError
 from quire.contracts.kv_format import KVFormat
 from quire.contracts.layers import FullAttention, KeyValueAttention, WindowedAttention
-from quire.contracts.ranks import Share
+from quire.contracts.ranks import Grid
 from quire.kv.divided_rows import DividedRows
 from quire.kv.formats.plain import PlainFormat
 from quire.kv.sequencefile import with_groups
@@ -46,7 +46,7 @@ class States:
         options: dict[str, Any] = {"capacity": 64, "page_size": page_size, "format": format}
         self.whole = State(whole, **options)
         self.ranks = [
-            State(part, division=DividedRows(Share(rank, size), whole, None if rank else self), **options)
+            State(part, division=DividedRows(Grid(size), rank, whole, None if rank else self), **options)
             for rank in range(size)
         ]
 
@@ -61,11 +61,12 @@ class States:
         seq: int,
         place: tuple[int, int],
         slots_N: NDArray[np.int64],
-        parts: Sequence[Mapping[str, Tensor]],
+        parts: Mapping[int, Mapping[str, Tensor]],
     ) -> None:
-        for state, part in list(zip(self.ranks, parts, strict=True))[1:]:
-            assert seq in state.parts.imports
-            state.parts.storage(place).put(place[1], slots_N, part)
+        assert 0 not in parts
+        for rank, part in parts.items():
+            assert seq in self.ranks[rank].parts.imports
+            self.ranks[rank].parts.storage(place).put(place[1], slots_N, part)
 
     def own_heads(self, rank: int, x_nHD: Tensor) -> Tensor:
         first = rank * self.own if self.heads >= len(self.ranks) else rank * self.heads // len(self.ranks)
@@ -165,5 +166,5 @@ def test_overwritten_rows(size: int, queries: int, heads: int) -> None:
 def test_other_ranks_read_their_own_heads_only() -> None:
     states = States(2, 4, 2, PlainFormat(torch.float32))
     states.run(3, 0)
-    with pytest.raises(QuireError, match="rank 1 of 2 reads and writes rows of its own heads only"):
+    with pytest.raises(QuireError, match="rank 1 of 2 reads its own rows only"):
         states.ranks[1].export_page_group(SEQ, 0)

@@ -509,3 +509,38 @@ def test_ranks_end_with_their_engine() -> None:
     llm.close()
     assert is_gone(process)
     assert not folder.exists()
+
+
+# -- stages ----------------------------------------------------------------------------------------
+
+
+def test_a_stage_that_is_killed_ends_requests_with_an_error(one: LLM) -> None:
+    """The first stage notices while it waits for logits; the other stages end too."""
+    with made(1, pipeline_parallel_size=3) as llm:
+        assert texts(llm) == texts(one)
+        first, last = processes(llm)
+        session = llm.session(PROMPTS[0])
+        stream = session.stream(SamplingParams(temperature=0, max_tokens=200, ignore_eos=True))
+        next(stream)
+        last.kill()
+        started = time.monotonic()
+        with pytest.raises(RanksBroken, match="load the model again"):
+            list(stream)
+        assert time.monotonic() - started < 10
+        assert is_gone(first)
+        (output,) = llm.generate([PROMPTS[0]], GREEDY)
+        assert "load the model again" in str(output.outputs[0].error)
+    assert not children() & {str(first.pid), str(last.pid)}
+
+
+@pytest.mark.slow
+def test_a_stage_that_hangs_ends_requests_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_group, "HANG_SECONDS", 4.0)
+    with made(1, pipeline_parallel_size=2) as llm:
+        (process,) = processes(llm)
+        os.kill(process.pid, signal.SIGSTOP)
+        started = time.monotonic()
+        (output,) = llm.generate([PROMPTS[0]], GREEDY)
+        assert time.monotonic() - started < 20
+        assert "does not answer" in str(output.outputs[0].error)
+        assert is_gone(process)

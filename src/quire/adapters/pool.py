@@ -87,6 +87,7 @@ class AdapterPool:
         refusal: str = "",
         kernel: LowRankKernel | None = None,
         division: DividedAdapters | None = None,
+        absent: Collection[str] = (),
     ) -> None:
         """Make a pool for ``linears``, the maps that adapters may change, by ``Linear.name``.
 
@@ -95,7 +96,8 @@ class AdapterPool:
         limit. ``refusal``: reason to refuse every adapter; empty: adapters can be loaded.
         ``kernel`` computes the products if it runs on such tensors; else PyTorch does.
         ``division`` divides whole adapters among ranks, of which this pool is the first's; None:
-        adapters are kept as given.
+        adapters are kept as given. ``absent``: maps that other stages have: changes of them are
+        checked, and do nothing here.
         """
         if rank_capacity < 1:
             raise InvalidArgument(f"rank_capacity is {rank_capacity}; expected at least 1")
@@ -112,7 +114,7 @@ class AdapterPool:
         self.evictions = 0
         """Number of times that an adapter was evicted from the device."""
         self._division = division
-        self._linears = dict(linears)
+        self._linears, self._absent = dict(linears), absent
         self._embedding = embedding
         self._dtype = dtype
         self._device = device
@@ -427,10 +429,10 @@ class AdapterPool:
             if self._embedding_term is None:
                 self._embedding_term = self._embedding.low_rank = LowRankEmbedding(self._product_dtype)
             self._embedding_term.adapters.add(adapter_id)
-        if "head" in adapter.tables:
+        if "head" in adapter.tables and "head" not in self._absent:
             self._term("head").tables.add(adapter_id)
         for update in adapter.updates:
-            if update.linear != "embed":
+            if update.linear != "embed" and update.linear not in self._absent:
                 pieces = self._term(update.linear).pieces
                 inputs, outputs = update.a_RI.shape[1], update.b_RO.shape[1]
                 place = (update.row, outputs)

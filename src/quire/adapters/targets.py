@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from quire.base.errors import QuireError
-from quire.contracts.model import Model
+from quire.contracts.model import Model, stages_of
 from quire.models.families import LoadedModel
 from quire.nn.embedding import Embedding
 from quire.nn.linear import Linear
@@ -109,7 +109,8 @@ def embedding_of(model: Model) -> Embedding | None:
 
 
 def linears_of(model: Model) -> dict[str, Linear]:
-    """Return all named linear maps by name, "head" and packed ones included."""
+    """Return all named linear maps by name, "head", packed ones and those of other stages
+    included."""
     found: dict[str, Linear] = {}
     for linear in _named(model):
         if found.setdefault(linear.name, linear) is not linear:
@@ -117,8 +118,17 @@ def linears_of(model: Model) -> dict[str, Linear]:
     return found
 
 
+def absent_linears(model: Model) -> frozenset[str]:
+    """Return the names of the linear maps of other stages."""
+    parts = (*getattr(model, "absent_blocks", ()), getattr(model, "lm_head", None))
+    stages = stages_of(model)
+    if stages is None:
+        return frozenset()
+    return frozenset(one.name for part in parts[: -1 if stages.is_last else None] for one in _walk(part))
+
+
 def _named(model: Model) -> Iterator[Linear]:
-    for part in (*model.blocks, getattr(model, "lm_head", None)):
+    for part in (*model.blocks, *getattr(model, "absent_blocks", ()), getattr(model, "lm_head", None)):
         yield from _walk(part)
 
 

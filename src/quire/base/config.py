@@ -51,12 +51,13 @@ EXECUTOR_OPTIONS = (
     "kv_dtype",
     "speculative",
     "tensor_parallel_size",
+    "pipeline_parallel_size",
 )
 """Accepted names in ``ExecutorConfig.executor_options``: tokens of a prompt per forward (an
 integer; <= 0: all), a list of encoders ("vision", "audio"), number of first tokens that a window
 keeps, the format of K and V, who drafts for an executor of type Speculative, and how many processes
-divide the model of one of type TensorParallel (by default 2); the last three as in
-``EngineConfig``."""
+divide the model of one of type TensorParallel or PipelineParallel (by default 2); the last four as
+in ``EngineConfig``."""
 EXECUTOR_TYPES = ("Sequential", "Batch", "ContinuousBatch", "Speculative", "PipelineParallel", "TensorParallel")
 MODALITIES = ("vision", "audio")
 
@@ -150,7 +151,9 @@ class EngineConfig:
     tensor_parallel_size: int = option(
         1, "Processes, each with a device or a share of the cores, that divide each layer."
     )
-    pipeline_parallel_size: int = option(1, "Devices over which the layers are divided; this release has 1 only.")
+    pipeline_parallel_size: int = option(
+        1, "Stages, each of tensor_parallel_size processes, that divide the layers among them."
+    )
     speculative: Speculation | str | None = option(  # noqa: RUF009
         None,
         f"Draft later tokens and verify several in one step: {', '.join(METHODS)} (as draft:MODEL, eagle:HEAD) or off; the texts stay the same.",
@@ -225,7 +228,6 @@ class EngineConfig:
         _set(self, check_int, "tensor_parallel_size", "pipeline_parallel_size", low=1)
         for name, supported, accepted in (
             ("attention_backend", self.attention_backend in ATTENTION_BACKENDS, _one_of(ATTENTION_BACKENDS)),
-            ("pipeline_parallel_size", self.pipeline_parallel_size == 1, "1"),
             ("quantization", self.quantization in (None, *QUANTIZATIONS), f"{_one_of(QUANTIZATIONS)}, or left out"),
             ("trust_remote_code", not self.trust_remote_code, "False: code from a checkpoint is never run"),
         ):
@@ -398,12 +400,16 @@ class ExecutorConfig:
             check_int("executor_options.sliding_window_sink", options["sliding_window_sink"], 0, window - 1)
         if "kv_dtype" in options and options["kv_dtype"] not in ("auto", *KV_FORMATS):
             raise _unsupported("executor_options.kv_dtype", options["kv_dtype"], _one_of(("auto", *KV_FORMATS)))
-        if "tensor_parallel_size" in options:
-            given, name = options["tensor_parallel_size"], "executor_options.tensor_parallel_size"
-            if self.executor_type != "TensorParallel":
+        for size, kind in (
+            ("tensor_parallel_size", "TensorParallel"),
+            ("pipeline_parallel_size", "PipelineParallel"),
+        ):
+            if size not in options:
+                continue
+            given, name = options[size], f"executor_options.{size}"
+            if self.executor_type != kind:
                 raise InvalidArgument(
-                    f"{name} belongs to executor_type 'TensorParallel', got {given!r} with {self.executor_type!r}",
-                    field=name,
+                    f"{name} belongs to executor_type {kind!r}, got {given!r} with {self.executor_type!r}", field=name
                 )
             check_int(name, given, 2)
         drafts = read_speculation("executor_options.speculative", options.get("speculative"))

@@ -70,6 +70,7 @@ OPTIONS: Mapping[str, OtherOption] = {
     **_same("--kv-dtype", "--kv-cache-dtype"),
     **_same("--page-size", "--block-size"),
     **_same("--tensor-parallel-size", "-tp"),
+    **_same("--pipeline-parallel-size", "-pp"),
     **_same("--quantization", "-q"),
     **_same("--host-memory", "--swap-space", form="{}GiB"),
     **_same("--host-memory", "-cram", "--cache-ram", form="{}MiB", values={"0": "--host-memory 0", "-1": ""}),

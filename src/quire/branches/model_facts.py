@@ -11,6 +11,7 @@ import torch
 from quire.base.config import check_int
 from quire.base.errors import InvalidArgument, Unsupported
 from quire.contracts.layers import KeyValueAttention, LatentAttention, LayerSpec, sink_refusal, window_refusal
+from quire.contracts.model import num_blocks
 from quire.kv.rule_table import POSITIONS_OF_WINDOWS, position_refusal
 from quire.kv.windows import Window
 from quire.models.families import LoadedModel
@@ -41,6 +42,8 @@ class ModelFacts:
     """Global ids of the recurrent layers."""
     num_ranks: int
     """Number of processes among which the heads are divided."""
+    num_stages: int
+    """Number of stages among which the layers are divided."""
     page_size: int
     """Tokens of a page."""
     page_bytes: tuple[int, ...]
@@ -87,7 +90,7 @@ class ModelFacts:
             architecture=model.architecture,
             vocab_size=model.vocab_size,
             hidden_size=model.hidden_size,
-            num_blocks=len(model.blocks),
+            num_blocks=num_blocks(model),
             layer_kinds=tuple(sorted({spec.kind for spec in model.layer_specs})),
             num_parameters=model.num_parameters,
             parameter_bytes=model.parameter_bytes,
@@ -97,6 +100,7 @@ class ModelFacts:
             layer_ids=geometry.layer_ids,
             recurrent_ids=state.recurrent_ids,
             num_ranks=geometry.num_ranks,
+            num_stages=geometry.num_stages,
             page_size=state.page_size,
             page_bytes=geometry.page_bytes,
             state_bytes=geometry.state_bytes,

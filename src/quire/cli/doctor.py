@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import platform
 import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
@@ -133,15 +136,55 @@ def _kernels() -> Finding:
 
 
 def _ranks() -> Finding:
-    """Report how processes that divide a model would add."""
+    """Report how processes that divide a model would exchange rows, and how fast on this CPU."""
     import torch.distributed as dist
 
+    options = "tensor_parallel_size and pipeline_parallel_size need a PyTorch with"
     if not dist.is_available():
-        advice = "tensor_parallel_size needs a PyTorch with torch.distributed"
-        return Finding("ranks", "PyTorch has no torch.distributed", False, advice)
-    ways = {"gloo between CPUs": dist.is_gloo_available(), "NCCL between GPUs": dist.is_nccl_available()}
-    text = ", ".join(way for way, is_there in ways.items() if is_there) or "neither gloo nor NCCL"
-    return Finding("ranks", text, any(ways.values()), "tensor_parallel_size needs a PyTorch with gloo or NCCL")
+        return Finding("ranks", "PyTorch has no torch.distributed", False, f"{options} torch.distributed")
+    ways = []
+    if dist.is_gloo_available():
+        seconds, rate = _link()
+        ways.append(f"gloo between CPUs ({seconds * 1e6:.0f} µs a row, {rate / 2**30:.1f} GiB/s from stage to stage)")
+    if dist.is_nccl_available():
+        ways.append("NCCL between GPUs")
+    return Finding("ranks", ", ".join(ways) or "neither gloo nor NCCL", bool(ways), f"{options} gloo or NCCL")
+
+
+def _link(rows: int = 2048, width: int = 1024, turns: int = 20) -> tuple[float, float]:
+    """Send rows from one stage to the next; return the seconds of one row, and bytes a second."""
+    import torch
+
+    from quire.contracts.ranks import Grid, Stages
+    from quire.runner.torch_group import TorchLine
+
+    grid, cpu = Grid(stages=2), torch.device("cpu")
+    stages = Stages(1, (range(1), range(1, 2)), {}, width, torch.float32)
+
+    def serve(meeting: Path) -> None:
+        line = TorchLine(1, grid, cpu, meeting)
+        line.use(stages, width)
+        for count in (1, *[1] * turns, rows):
+            line.give(line.receive(count)[:1])
+            line.settle()
+
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(1) as pool:
+        served = pool.submit(serve, Path(folder) / "meeting")
+        line = TorchLine(0, grid, cpu, Path(folder) / "meeting")
+        line.use(stages, width)
+
+        def timed(count: int, turns: int) -> float:
+            x_TW, start = torch.zeros(count, width), time.perf_counter()
+            for _ in range(turns):
+                line.send(x_TW)
+                line.fetch(1)
+                line.settle()
+            return (time.perf_counter() - start) / turns
+
+        timed(1, 1)
+        there_and_back, whole = timed(1, turns), timed(rows, 1)
+        served.result()
+    return there_and_back / 2, rows * width * 4 / whole
 
 
 def _weights() -> Finding:

@@ -417,6 +417,7 @@ def capabilities(
 ) -> None:
     """Print the rule table: what this model on this device does, what it refuses, and why."""
     from quire.cli.inspection import print_capabilities, print_rules
+    from quire.contracts.model import num_blocks
     from quire.kv.rule_table import combination_of
 
     model, chosen = chosen_model(model, options)
@@ -426,7 +427,7 @@ def capabilities(
         print_rules(markdown=markdown)
         return
     with _load(model, chosen) as llm:
-        own = combination_of(llm.model.layer_specs, len(llm.engine.runner.model.blocks))
+        own = combination_of(llm.model.layer_specs, num_blocks(llm.engine.runner.model))
         print_capabilities(llm.capabilities(), own, as_json=as_json)
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from quire.contracts.block_calls import AttentionParts, RowLogits, StackParts
 from quire.contracts.layers import LayerSpec
+from quire.contracts.ranks import Stages
 from quire.contracts.recurrence import RecurrentParts
 from quire.contracts.rows import HeadNormWeights
 
@@ -242,6 +243,7 @@ class Model(Protocol):
     layer_specs: Sequence[LayerSpec]
     """One for each layer, by global layer id."""
     blocks: Sequence[Block]
+    """Those that are here; see ``stages_of``."""
 
     @property
     def wide(self) -> WideRows | None:
@@ -258,3 +260,15 @@ class Model(Protocol):
 
     def head(self, x_RE: Tensor) -> Tensor:
         """Return float32 logits ``[R, V]`` of ``[R, E]``; includes the final norm."""
+
+
+def stages_of(model: Model) -> Stages | None:
+    """Return the stages of a model of which a part of the blocks is here; None: all are."""
+    found: Stages | None = getattr(model, "stages", None)
+    return found
+
+
+def num_blocks(model: Model) -> int:
+    """Return the number of a model's blocks in all stages."""
+    stages = stages_of(model)
+    return len(model.blocks) if stages is None else stages.num_blocks

@@ -49,6 +49,8 @@ class StateGeometry:
     """Most recent recurrent states that each sequence keeps while there is room."""
     num_ranks: int
     """Number of processes among which the heads are divided."""
+    num_stages: int
+    """Number of stages among which the layers are divided."""
 
     @property
     def keeping_layers(self) -> tuple[int, ...]:

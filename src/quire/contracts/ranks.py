@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -38,11 +39,37 @@ class Group(Protocol):
         None."""
 
 
-class PeerRows(Protocol):
-    """The rows of K and V that the other ranks hold, as rank 0 reads and writes them.
+class Line(Protocol):
+    """The stages of one model, as a rank of one of them sees them: rows of the residual stream go
+    from stage to stage, and the logits of the last stage to rank 0.
 
-    Any thread may call. A ``place`` is a layer class and the number of a layer in it; *planes* are
-    as in ``contracts.kv_format``. ``RanksBroken`` if a rank ended, or does not answer in time.
+    All stages make these calls in the order of their forwards. ``RanksBroken`` if another one
+    ended, or does not call in time.
+    """
+
+    def receive(self, count: int) -> Tensor:
+        """Return ``[count, W]``, the output of the stage before; not on the first stage."""
+
+    def send(self, x_TW: Tensor) -> None:
+        """Give the next stage the output of this one; not on the last stage. The tensor must not
+        change until ``settle``."""
+
+    def fetch(self, count: int) -> Tensor:
+        """Return float32 ``[count, V]``, the next logits of the last stage, on rank 0."""
+
+    def give(self, logits_RV: Tensor) -> None:
+        """Give rank 0 logits; on the first slice of the last stage."""
+
+    def settle(self) -> None:
+        """Wait until all that this rank has sent and fetched is there."""
+
+
+class PeerRows(Protocol):
+    """The rows of K and V, and the recurrent states, of the other ranks, as rank 0 has them.
+
+    Any thread may call. A ``place`` is a layer class, or ``STATES``, and the number of a layer in
+    it; *planes* are as in ``contracts.kv_format``, or by number those of a recurrent layer.
+    ``RanksBroken`` if a rank ended, or does not answer in time.
     """
 
     def take(
@@ -56,10 +83,10 @@ class PeerRows(Protocol):
         seq: SeqId,
         place: tuple[int, int],
         slots_N: NDArray[np.int64],
-        parts: Sequence[Mapping[str, Tensor]],
+        parts: Mapping[int, Mapping[str, Tensor]],
     ) -> None:
-        """Write to each rank its part: planes for slots of a sequence that is being imported. Later
-        steps see them. A rank that has removed the sequence ignores its part."""
+        """Write to each of these ranks its part: planes for slots of a sequence that is being
+        imported. Later steps see them. A rank that has removed the sequence ignores its part."""
 
 
 class PeerAdapters(Protocol):
@@ -73,12 +100,71 @@ class PeerAdapters(Protocol):
         """Let the others forget an adapter, if they have it."""
 
 
+STATES = -1
+"""In the place of a layer class: the recurrent layers."""
+
+
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The part of a model that one rank holds."""
+    """The part of each layer that one rank holds."""
 
     rank: int
     size: int
 
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.size}"
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """The ranks of one model: stages of its blocks, each of which slices divide."""
+
+    slices: int = 1
+    stages: int = 1
+
+    @property
+    def size(self) -> int:
+        return self.slices * self.stages
+
+    def stage(self, rank: int) -> int:
+        """Return the stage of a rank; the first ranks are the slices of the first stage."""
+        return rank // self.slices
+
+    def share(self, rank: int) -> Share:
+        """Return the slice of a rank, among those of its stage."""
+        return Share(rank % self.slices, self.slices)
+
+    def __str__(self) -> str:
+        ways = (("tensor_parallel_size", self.slices), ("pipeline_parallel_size", self.stages))
+        return ", ".join(f"{name} {size}" for name, size in ways if size > 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """The blocks of each stage of a model, as one of them sees them."""
+
+    stage: int
+    blocks: Sequence[range]
+    """Of each stage."""
+    owners: Mapping[int, int]
+    """By layer id the stage that holds it."""
+    width: int
+    """Columns of what goes from stage to stage."""
+    dtype: torch.dtype
+    """Its type."""
+
+    @property
+    def own(self) -> range:
+        return self.blocks[self.stage]
+
+    @property
+    def is_first(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage == len(self.blocks) - 1
+
+    @property
+    def num_blocks(self) -> int:
+        return self.blocks[-1].stop

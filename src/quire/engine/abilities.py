@@ -4,7 +4,6 @@ from __future__ import annotations
 
 ENGINE_REFUSALS: dict[str, str] = {
     "LLM(quantization='awq')": "int8, int4 and fp8 are made at load; a checkpoint in AWQ is read as its config.json says, without the option",
-    "LLM(pipeline_parallel_size=2)": "each rank runs all layers in this release; tensor_parallel_size divides the heads",
     "LLM(trust_remote_code=True)": "code of checkpoints is never run",
 }
 """Options that the engine refuses, with reasons, for ``capabilities``."""

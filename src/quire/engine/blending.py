@@ -41,6 +41,7 @@ from quire.branches.branch import Branch
 from quire.branches.stored_state import StoredState
 from quire.contracts.blend import BlendRetriever
 from quire.contracts.layers import KeyValueAttention
+from quire.contracts.model import num_blocks, stages_of
 from quire.contracts.store import ObjectKey
 from quire.engine.prompt_blend import PromptBlend
 from quire.engine.segmented_prompts import Pieces
@@ -112,13 +113,17 @@ def lead_text_of(tokenizer: Tokenizer | None, max_model_len: int) -> tuple[int, 
 def blend_refusal(runner: Runner) -> str:
     """Return the reason against blending a model's prompts; empty: none."""
     specs, state = runner.model.layer_specs, runner.state
+    if stages_of(runner.model) is not None:
+        return (
+            "pipeline_parallel_size divides its blocks, and one stage does not know the rows that another one chooses"
+        )
     kinds = {spec.kind for spec in specs}
     own_rotation = any(isinstance(spec, KeyValueAttention) and spec.caller_rotates for spec in specs)
     if reason := blending_refusal(kinds, own_rotation=own_rotation):
         return reason
     if any(isinstance(spec, KeyValueAttention) and spec.rope_mode == "inline" for spec in specs):
         return "keys are stored raw and rotated when they are read"
-    if len(specs) != len(runner.model.blocks) or len(state.geometry.layer_ids) != len(specs):
+    if len(specs) != num_blocks(runner.model) or len(state.geometry.layer_ids) != len(specs):
         return "some of its blocks have no keys and values of their own"
     return ""
 
@@ -188,7 +193,7 @@ class Blending:
     def check_layer(self) -> int:
         """Return the check layer: rows are selected behind its projection. A calibration chooses
         it; without one it is the default."""
-        return default_layer(len(self._runner.model.blocks)) if self.calibration is None else self.calibration.layer
+        return default_layer(num_blocks(self._runner.model)) if self.calibration is None else self.calibration.layer
 
     @property
     def _most(self) -> int:
@@ -336,7 +341,7 @@ class Blending:
         if count < params.least:
             reason = f"{count} tokens have a state to be reused; at least {params.least} must have one"
         elif not self._stored.is_worth(
-            count * (1 - blend.ratio) * (1 - self.check_layer / len(self._runner.model.blocks)),
+            count * (1 - blend.ratio) * (1 - self.check_layer / num_blocks(self._runner.model)),
             {tier: tokens * self.layout.row_bytes for tier, tokens in task.tokens_by_tier.items()},
         ):
             reason = f"to load the state of {count} tokens takes longer than to compute them"

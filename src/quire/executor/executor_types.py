@@ -18,28 +18,25 @@ BATCHING_TYPES = (
     ExecutorType.CONTINUOUS_BATCH,
     ExecutorType.SPECULATIVE,
     ExecutorType.TENSOR_PARALLEL,
+    ExecutorType.PIPELINE_PARALLEL,
 )
 SUPPORTED_TYPES = (ExecutorType.SEQUENTIAL, *BATCHING_TYPES)
 
-NO_PIPELINE = "each rank of this release runs all layers"
 UNDIVIDED = (
-    "this runner holds the whole model; executor_type 'TensorParallel' divides it, or tensor_parallel_size of an LLM"
+    "this runner holds all heads; executor_type 'TensorParallel' divides them, or tensor_parallel_size of an LLM"
 )
-UNSUPPORTED_TYPES = {ExecutorType.PIPELINE_PARALLEL: NO_PIPELINE}
-"""The types that cannot be made, with the reason."""
+NOT_STAGED = (
+    "this runner holds all layers; executor_type 'PipelineParallel' divides them, or pipeline_parallel_size of an LLM"
+)
 
 
 def check_type(name: object) -> ExecutorType:
-    """Return the type. ``InvalidArgument``: no such type; ``Unsupported``: it cannot be made."""
+    """Return the type. ``InvalidArgument``: no such type."""
     try:
-        found = ExecutorType(str(name))
+        return ExecutorType(str(name))
     except ValueError:
         known = ", ".join(repr(kind.value) for kind in ExecutorType)
         raise InvalidArgument(f"executor_type must be one of {known}; got {name!r}") from None
-    if found in UNSUPPORTED_TYPES:
-        made = ", ".join(repr(kind.value) for kind in SUPPORTED_TYPES)
-        raise Unsupported(f"executor_type {found.value!r}: {UNSUPPORTED_TYPES[found]}; {made} can be made")
-    return found
 
 
 def join(caches: Sequence[KVCache]) -> None:

@@ -21,6 +21,7 @@ from quire.base.signatures import checks_arguments
 from quire.contracts.executor import AttentionMechanism, ExecutorType
 from quire.contracts.kv_state import ModelState
 from quire.contracts.layers import KeyValueAttention, LatentAttention
+from quire.contracts.ranks import Grid
 from quire.executor.executor import Executor
 from quire.executor.executor_types import BATCHING_TYPES, SUPPORTED_TYPES, check_type
 from quire.executor.reports import computable_dtypes, dtype_name, mechanism_of
@@ -46,15 +47,15 @@ class Choices:
     attention_backend: str
     """One of ``ATTENTION_BACKENDS``; "auto": the fastest on the device, as for an ``LLM``."""
     page_size: int
-    num_ranks: int
-    """Number of processes that divide the model."""
+    grid: Grid
+    """The processes that divide the model."""
 
     def arguments(self, config: ExecutorConfig) -> dict[str, Any]:
         """Keyword arguments of ``Executor`` besides the runner and its identity."""
         options = {
             name: value
             for name, value in config.executor_options.items()
-            if name not in ("kv_dtype", "speculative", "tensor_parallel_size")
+            if name not in ("kv_dtype", "speculative", "tensor_parallel_size", "pipeline_parallel_size")
         }
         found: dict[str, Any] = {
             "executor_type": self.executor_type,
@@ -113,11 +114,14 @@ class Factory:
                 "enable_memory_pooling False: K and V always come from one pool that is allocated beforehand"
             )
         model = _model_of(config)
-        num_ranks = 1
-        if executor_type is ExecutorType.TENSOR_PARALLEL:
-            num_ranks = int(str(config.executor_options.get("tensor_parallel_size", 2)))
-            check_devices(device, num_ranks)
-        _check_local_model(config, model, num_ranks)
+        ways = (
+            (ExecutorType.TENSOR_PARALLEL, "tensor_parallel_size"),
+            (ExecutorType.PIPELINE_PARALLEL, "pipeline_parallel_size"),
+        )
+        sizes = (int(str(config.executor_options.get(name, 2 if executor_type is kind else 1))) for kind, name in ways)
+        grid = Grid(*sizes)
+        check_devices(device, grid)
+        _check_local_model(config, model, grid)
         attention = config.attention_config
         return Choices(
             model=model,
@@ -126,7 +130,7 @@ class Factory:
             attention_backend=_backend(config),
             # A page for a whole sequence makes the sequence contiguous.
             page_size=attention.block_size if attention.enable_paged_attention else config.max_sequence_length,
-            num_ranks=num_ranks,
+            grid=grid,
         )
 
 
@@ -139,15 +143,15 @@ def _model_of(config: ExecutorConfig) -> str:
     return os.fspath(path)
 
 
-def _check_local_model(config: ExecutorConfig, model: str, num_ranks: int) -> None:
+def _check_local_model(config: ExecutorConfig, model: str, grid: Grid) -> None:
     """Check the configuration against the ``config.json`` of a local model."""
     path = bundled_models().get(model) or Path(os.path.expanduser(model))
     if not os.path.exists(path):
         if not HUB_NAME.fullmatch(model):
             raise NotFound(f"model_info {model!r}: there is no such directory, and it is no name of a model")
         return
-    if num_ranks > 1:
-        check_division(path, num_ranks, config.max_sequence_length)
+    if grid.size > 1:
+        check_division(path, grid, config.max_sequence_length)
     values = read_config(path)
     if is_foreign(values):
         return
@@ -155,13 +159,13 @@ def _check_local_model(config: ExecutorConfig, model: str, num_ranks: int) -> No
     check_length(config, getattr(found, "max_position", config.max_sequence_length))
 
 
-def check_devices(device: torch.device, num_ranks: int) -> None:
+def check_devices(device: torch.device, grid: Grid) -> None:
     """Raise ``Unsupported`` if there are fewer GPUs than ranks."""
     count = torch.cuda.device_count()
-    if device.type == "cuda" and (device.index or 0) + num_ranks > count:
+    if device.type == "cuda" and grid.size > 1 and (device.index or 0) + grid.size > count:
         raise Unsupported(
-            f"tensor_parallel_size {num_ranks} from {device} on: PyTorch sees {count} CUDA devices; give as many at most",
-            field="tensor_parallel_size",
+            f"{grid} from {device} on: PyTorch sees {count} CUDA devices; give as many ranks at most",
+            field="tensor_parallel_size" if grid.slices > 1 else "pipeline_parallel_size",
         )
 
 

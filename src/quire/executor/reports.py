@@ -24,7 +24,7 @@ from quire.contracts.executor import (
 from quire.contracts.layers import KeyValueAttention, LatentAttention
 from quire.executor.arguments import NO_MASKS, weights_refusal
 from quire.executor.cache_pool import NO_PAGES, CachePool
-from quire.executor.executor_types import NO_PIPELINE, UNDIVIDED
+from quire.executor.executor_types import NOT_STAGED, UNDIVIDED
 from quire.executor.verification import LOGITS_OF_SPECULATION
 from quire.executor.warmup import Activations
 from quire.models.loading import DTYPES
@@ -53,7 +53,8 @@ def refusals(
         found.append(("continuous_batching", "of type 'Batch': sequences that were prefilled together run together"))
     if facts.num_ranks == 1:
         found.append(("tensor_parallelism", UNDIVIDED))
-    found.append(("pipeline_parallelism", NO_PIPELINE))
+    if facts.num_stages == 1:
+        found.append(("pipeline_parallelism", NOT_STAGED))
     return tuple(found)
 
 
@@ -103,7 +104,7 @@ def capabilities(
         supports_continuous_batching=continuous and max_batch_size > 1,
         supports_speculative_decoding=True,
         supports_tensor_parallelism=facts.num_ranks > 1,
-        supports_pipeline_parallelism=False,
+        supports_pipeline_parallelism=facts.num_stages > 1,
         supported_dtypes=computable_dtypes(facts.device),
         supported_devices=present_devices(),
         memory_requirements=MemoryRequirements(

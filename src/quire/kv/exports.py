@@ -83,10 +83,8 @@ class SequenceExport:
         if layer in self.state.stored_specs:
             raise Unsupported(f"states: layer {layer} keeps rows and no state of fixed size; call rows")
         part = self.state.recurrent_part("states")
-        index = part.layer(layer)
+        part.layer(layer)
         if position not in self.slots:
             raise InvalidArgument(f"states: position {position}; there are states at {self.positions}")
         slot = np.array([self.slots[position]], dtype=np.int64)
-        return {
-            f"state.{state}": part.storage.read(index, state, slot)[0] for state in range(len(part.specs[index].states))
-        }
+        return {f"state.{state}": row_1[0] for state, row_1 in part.take(layer, slot).items()}

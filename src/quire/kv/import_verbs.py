@@ -81,9 +81,10 @@ def prepare_import(
         )
     rows = rows_by_layer(metadata, dict.fromkeys(keeping, shared))
     missing = {layer: list(parts) for layer, parts in rows.items() if parts}
-    if state.division is not None and state.division.share.rank:
+    missing |= {layer: [] for layer in state.recurrent_ids}
+    if state.division is not None and state.division.peers is None:
         missing = {}  # Rank 0 keeps the account, and begins no forward before all has come.
-    started = Import(rows, checksums, missing | {layer: [] for layer in state.recurrent_ids})
+    started = Import(rows, checksums, missing)
     length, window, holes = int(metadata["length"]), window_of(metadata), holes_of(metadata)
     encoders = (
         {} if state.encoders is None else {layer: whole[layer] for layer in state.encoders.specs if layer in whole}

@@ -46,11 +46,17 @@ class Layer:
     class_index: int
     index: int
     """Among the layers of its class."""
-    view: KVView
-    """Its rows, by slot."""
+    rows: KVView | None
+    """Its rows, by slot; None: another stage holds them."""
     scoring: Scoring
     sinks_H: Tensor | None
     """Learned logits, float32."""
+
+    @property
+    def view(self) -> KVView:
+        """Return its rows, by slot, of a layer that is here."""
+        assert self.rows is not None
+        return self.rows
 
     @property
     def rope(self) -> RopeSpec | None:

@@ -6,7 +6,7 @@ page tables belong to the sequences (``sequence_table``).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Seq
 
 import torch
@@ -32,7 +32,7 @@ class PagedPart(Part):
 
     ``specs``: the layers by id, ascending. ``capacity``: tokens that the pool of each class holds,
     in whole pages; ``window_capacity``: the same for classes with a window; None: as many.
-    ``padding``, ``slack``: see ``State``.
+    ``padding``, ``slack``: see ``State``. ``absent``: layers, by id, whose rows other stages hold.
     """
 
     def __init__(
@@ -48,6 +48,7 @@ class PagedPart(Part):
         rows: RowKernels,
         padding: bool,
         slack: int,
+        absent: Collection[int] = (),
     ) -> None:
         self.specs = list(specs.values())
         self.layer_ids = tuple(specs)
@@ -59,6 +60,7 @@ class PagedPart(Part):
         self.backend = backend
         self.rows = rows
         self.padding = padding
+        self.absent = absent
         self.pages_of_tokens = pages_for(capacity, page_size)
         self.classes: list[LayerClass] = []
         self.layers: dict[int, Layer] = {}
@@ -90,9 +92,10 @@ class PagedPart(Part):
                 self.device,
                 padding=self.padding,
                 row_kernels=self.rows,
+                absent=[place for place, index in enumerate(layers) if self.layer_ids[index] in self.absent],
             )
-            for place, (index, view) in enumerate(zip(layers, storage.layers, strict=True)):
-                spec, sinks_H = self.specs[index], None
+            for place, index in enumerate(layers):
+                spec, sinks_H, view = self.specs[index], None, storage.layers.get(place)
                 scoring = Scoring(spec.scale)
                 if not isinstance(spec, LatentAttention):
                     scoring = Scoring(spec.scale, spec.softcap)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,6 +17,7 @@ from quire.base.host_link import host_link
 from quire.base.types import SeqId
 from quire.contracts.channel import Channel
 from quire.contracts.layers import KeyValueAttention, LayerSpec, StateTensor
+from quire.contracts.ranks import STATES
 from quire.kv.divided_rows import DividedRows
 from quire.kv.encoders import EncoderPart
 from quire.kv.imports import Import
@@ -24,7 +25,7 @@ from quire.kv.layer_classes import Layer, describe_ids
 from quire.kv.paged import PagedPart
 from quire.kv.pages import PagePool
 from quire.kv.part import Part
-from quire.kv.recurrent import RecurrentPart
+from quire.kv.recurrent import RecurrentPart, RecurrentStorage
 from quire.kv.rules import RECURRENT_REFUSAL, layer_refusal, refuse_layer
 from quire.kv.sequences import check_integer
 from quire.kv.storage import PagedStorage, StoredSpec, geometry
@@ -61,7 +62,7 @@ class StateParts:
         """The ranks that hold the heads; None: all heads are here."""
         self.whole_specs = self.stored_specs
         """``stored_specs`` with the heads of all ranks, as files and callers see them."""
-        if division is not None:
+        if division is not None and division.specs:
             own = zip(self.stored_specs.items(), division.specs, strict=True)
             self.whole_specs = {layer: _with_heads_of(spec, whole) for (layer, spec), whole in own}
         self.imports: dict[SeqId, Import] = {}
@@ -75,19 +76,20 @@ class StateParts:
 
     # -- rows of all heads -------------------------------------------------------------------------
 
-    def storage(self, place: tuple[int, int]) -> PagedStorage:
-        """Return the storage of the heads that are here (``contracts.ranks.PeerRows``)."""
+    def storage(self, place: tuple[int, int]) -> PagedStorage | RecurrentStorage:
+        """Return the storage of what is here (``contracts.ranks.PeerRows``)."""
+        if place[0] == STATES:
+            return self.recurrent_part("storage").storage
         return self.paged.classes[place[0]].storage
 
     def take(self, layer_id: int, slots_N: NDArray[np.int64]) -> dict[str, Tensor]:
         """Return fresh planes of these slots of a layer, of all heads."""
         layer = self.paged.layers[layer_id]
-        own = self.paged.classes[layer.class_index].storage.take(layer.index, slots_N)
+        own = partial(self.paged.classes[layer.class_index].storage.take, layer.index, slots_N)
         if self.division is None:
-            return own
-        return self.division.join(
-            (layer.class_index, layer.index), slots_N, own, self._shapes(self.whole_specs[layer_id])
-        )
+            return own()
+        place, whole = (layer.class_index, layer.index), self._shapes(self.whole_specs[layer_id])
+        return self.division.join(layer_id, place, slots_N, own, self._shapes(layer.spec), whole, self.device)
 
     def own_planes(
         self, seq_id: SeqId, layer_id: int, slots_N: NDArray[np.int64], planes: Mapping[str, Tensor]
@@ -97,7 +99,8 @@ class StateParts:
         if self.division is None:
             return planes
         layer = self.paged.layers[layer_id]
-        return self.division.put(seq_id, (layer.class_index, layer.index), slots_N, planes, self._shapes(layer.spec))
+        place = (layer.class_index, layer.index)
+        return self.division.put(seq_id, layer_id, place, slots_N, planes, self._shapes(layer.spec))
 
     def _shapes(self, spec: StoredSpec) -> dict[str, tuple[int, ...]]:
         return {name: plane.shape for name, plane in self.paged.format.planes(geometry(spec)).items()}

@@ -12,9 +12,9 @@ size of a state; Hq query heads; C channels; W taps.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Literal, TypedDict, Unpack
 
 import numpy as np
@@ -25,6 +25,7 @@ from quire.base.errors import FailedPrecondition, InvalidArgument, ResourceExhau
 from quire.base.types import SeqId
 from quire.base.uploads import uploaded
 from quire.contracts.layers import InitialValues, Recurrent, StateTensor
+from quire.contracts.ranks import STATES
 from quire.contracts.recurrence import (
     PooledRecurrence,
     Recurred,
@@ -33,6 +34,7 @@ from quire.contracts.recurrence import (
     RecurrentParts,
     StatePlaces,
 )
+from quire.kv.divided_rows import DividedRows
 from quire.kv.forward_need import ForwardNeed
 from quire.kv.part import Part
 from quire.kv.recurrent_states import NULL, OpenRecurrent, RecurrentNeed, Slots
@@ -73,20 +75,26 @@ class RecurrentStorage:
     written. ``ResourceExhausted`` if they do not fit in memory."""
 
     def __init__(
-        self, specs: Sequence[Recurrent], num_slots: int, device: torch.device, *, padding: bool = False
+        self,
+        specs: Sequence[Recurrent],
+        num_slots: int,
+        device: torch.device,
+        *,
+        padding: bool = False,
+        absent: Collection[int] = (),
     ) -> None:
-        """Take memory for ``num_slots`` slots; ``padding``: see ``PagedStorage``."""
+        """Take memory for ``num_slots`` slots; ``padding``, ``absent``: see ``PagedStorage``."""
         self.num_slots = num_slots
         self.device = device
         groups: dict[StateTensor, list[tuple[int, int]]] = {}
         for layer, spec in enumerate(specs):
-            for state, tensor in enumerate(spec.states):
+            for state, tensor in enumerate(spec.states if layer not in absent else ()):
                 groups.setdefault(tensor, []).append((layer, state))
         self.initial = num_slots + padding
         """The slot of the initial values."""
         self._groups: list[Tensor] = []
         self.rows_S: dict[tuple[int, int], Tensor] = {}
-        """By layer and state ``[S, *shape]``."""
+        """By layer and state ``[S, *shape]``, of layers that are here."""
         for tensor, members in groups.items():
             shape = (len(members), self.initial + 1, *tensor.shape)
             tensor_LS = allocate(shape, dtype_of(tensor), device, f"{num_slots} state slots are wanted", "give fewer")
@@ -124,6 +132,17 @@ class RecurrentStorage:
         """Write one row, on any device; see ``copy_rows``."""
         copy_rows(self.rows_S[layer, state], row[None], slot)
 
+    def take(self, layer: int, slots: Slots) -> dict[str, Tensor]:
+        """Return the fresh states of a layer in these slots, ``[n, *shape]``, by number."""
+        index_N = self.index(slots)
+        return {str(state): self.read(one, state, index_N) for one, state in self.rows_S if one == layer}
+
+    def put(self, layer: int, slots: Slots, planes: Mapping[str, Tensor | Sequence[Tensor]]) -> None:
+        """Write the states of a layer to slots that the host knows, none of them ``NULL``."""
+        for state, rows_N in planes.items():
+            for slot, row in zip(slots.tolist(), rows_N, strict=True):
+                self.write_one(layer, int(state), slot, row)
+
     def copy(self, sources: Slots, targets: Slots) -> None:
         """Copy whole slots, over all layers; the source ``NULL`` writes the initial values."""
         if sources.size == 0:
@@ -153,7 +172,9 @@ class RecurrentPart(Part):
         device: torch.device | str = "cpu",
         backend: RecurrenceBackend,
         padding: bool = False,
+        division: DividedRows | None = None,
     ) -> None:
+        """``division``: the stages that hold the layers; None: all are here."""
         if len(specs) != len(layer_ids) or len(set(layer_ids)) != len(layer_ids):
             raise InvalidArgument(f"{len(specs)} recurrent layers with ids {list(layer_ids)}; give each its own id")
         for name, given, least in (
@@ -173,7 +194,10 @@ class RecurrentPart(Part):
         # ``isinstance`` of a protocol looks at all of its members: too slow for each layer.
         self.pooled = backend if isinstance(backend, PooledRecurrence) else None
         """The backend, if it computes on states where they are stored."""
-        self.storage = RecurrentStorage(self.specs, num_slots, self.device, padding=padding)
+        self.division = division
+        others = () if division is None else division.absent
+        absent = [index for index, layer_id in enumerate(layer_ids) if layer_id in others]
+        self.storage = RecurrentStorage(self.specs, num_slots, self.device, padding=padding, absent=absent)
         self.table = RecurrentTable(num_slots, ring=ring, interval=interval)
         self.current_pass: RecurrentPass | None = None
         """The open forward."""
@@ -278,13 +302,13 @@ class RecurrentPart(Part):
     def debug_get(self, layer_id: int, state_id: int, seq_id: SeqId, position: int | None = None) -> Tensor:
         """Return a copy ``[*shape]`` of the present state, or of the one kept at ``position``.
         ``FailedPrecondition`` if none is."""
-        layer, _ = self.tensor(layer_id, state_id)
+        self.tensor(layer_id, state_id)
         slot = self.table.slot_at(seq_id, position)
         if slot is None:
             raise FailedPrecondition(
                 f"debug_get: sequence {seq_id} has no state at position {position!r}; there is one at {list(self.table.slots(seq_id))}"
             )
-        return self.storage.read(layer, state_id, np.array([slot], dtype=np.int64))[0]
+        return self.take(layer_id, np.array([slot], dtype=np.int64))[str(state_id)][0]
 
     def debug_set(self, layer_id: int, state_id: int, seq_id: SeqId, data: Tensor) -> None:
         """Overwrite a tensor of this sequence's present state, no other. ``ResourceExhausted``."""
@@ -294,7 +318,8 @@ class RecurrentPart(Part):
         if moved is not None:
             source, target = (np.array([slot], dtype=np.int64) for slot in moved)
             self.storage.copy(source, target)
-        self.storage.write_one(layer, state_id, int(self.table.slots(seq_id)[self.table.position(seq_id)]), data)
+        if (layer, state_id) in self.storage.rows_S:
+            self.storage.write_one(layer, state_id, int(self.table.slots(seq_id)[self.table.position(seq_id)]), data)
 
     def check_data(self, verb: str, tensor: StateTensor, data: Tensor, lead: tuple[int, ...]) -> None:
         """Raise ``InvalidArgument`` unless ``data`` is ``[*lead, *shape]``, of the state tensor's
@@ -311,9 +336,9 @@ class RecurrentPart(Part):
 
     def export(self, seq_id: SeqId, layer_id: int) -> dict[str, Tensor]:
         """Return a layer's present state and checkpoints, named as in ``group_tensors``; fresh."""
-        layer, kept = self.layer(layer_id), self.table.kept(seq_id)
+        kept = self.table.kept(seq_id)
         slots = np.array(self._held_slots(seq_id), dtype=np.int64)
-        rows = [self.storage.read(layer, index, slots) for index in range(len(self.specs[layer].states))]
+        rows = self.take(layer_id, slots).values()
         names = self.group_tensors(layer_id, kept)
         return {name: row.clone() for name, row in zip(names, (row for rows_N in rows for row in rows_N), strict=True)}
 
@@ -325,7 +350,7 @@ class RecurrentPart(Part):
     def import_group(self, seq_id: SeqId, layer_id: int, tensors: Mapping[str, Tensor]) -> None:
         """Write the tensors of one layer of a sequence that is being imported. ``InvalidArgument``
         unless they are exactly the tensors of ``group_tensors``."""
-        layer, kept = self.layer(layer_id), self.table.kept(seq_id)
+        kept = self.table.kept(seq_id)
         if not self.table.importing(seq_id):
             raise FailedPrecondition(
                 f"import_page_group: sequence {seq_id} is not being imported; call prepare_import first"
@@ -335,10 +360,30 @@ class RecurrentPart(Part):
             raise InvalidArgument(f"import_page_group: tensors {sorted(tensors)}; {sorted(wanted)} are needed")
         for name, tensor in wanted.items():
             self.check_data(f"import_page_group: {name}", tensor, tensors[name], ())
-        names = iter(wanted)
-        for index in range(len(self.specs[layer].states)):
-            for slot in self._held_slots(seq_id):
-                self.storage.write_one(layer, index, slot, tensors[next(names)])
+        slots = np.array(self._held_slots(seq_id), dtype=np.int64)
+        rows = [tensors[name] for name in wanted]
+        given = [rows[start : start + len(slots)] for start in range(0, len(rows), len(slots))]
+        if self.division is None:
+            self.storage.put(self.layer(layer_id), slots, {str(state): one for state, one in enumerate(given)})
+            return
+        planes = {str(state): torch.stack(one) for state, one in enumerate(given)}
+        place = (STATES, self.layer(layer_id))
+        here = self.division.put(seq_id, layer_id, place, slots, planes, self._shapes(layer_id))
+        self.storage.put(self.layer(layer_id), slots, here)
+
+    # -- states of all stages ----------------------------------------------------------------------
+
+    def take(self, layer_id: int, slots: Slots) -> Mapping[str, Tensor]:
+        """Return the fresh states of a layer in these slots, ``[n, *shape]``, by number."""
+        layer, shapes = self.layer(layer_id), self._shapes(layer_id)
+        own = partial(self.storage.take, layer, slots)
+        if self.division is None:
+            return own()
+        return self.division.join(layer_id, (STATES, layer), slots, own, shapes, shapes, self.device)
+
+    def _shapes(self, layer_id: int) -> dict[str, tuple[int, ...]]:
+        states = self.specs[self.layer(layer_id)].states
+        return {str(state): tuple(one.shape) for state, one in enumerate(states)}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -538,7 +583,7 @@ class RecurrentPass:
         of every token was set, the last ones of each chain go into slots for the ring."""
         storage, table = self._part.storage, self._part.table
         table.release_recent()
-        members = [(layer, state) for layer, spec in enumerate(self._part.specs) for state in range(len(spec.states))]
+        members = list(storage.rows_S)
         unset = [member for member in members if member not in self._set]
         origins = self._opened.need.origins() if unset else np.empty(0, dtype=np.int64)
         if len(unset) == len(members):

@@ -118,8 +118,8 @@ class State:
         layer_ids: Sequence[int] | None = None,
         division: DividedRows | None = None,
     ) -> None:
-        """See above. ``division``: the ranks, of which ``specs`` have one's heads; None: these are
-        all heads."""
+        """See above. ``division``: the ranks, of which ``specs`` have one's heads, and each stage
+        keeps rows and states of some layers; None: all is here."""
         ids = ids_of(len(specs), first_layer, layer_ids)
         recurrent = {layer: spec for layer, spec in zip(ids, specs, strict=True) if isinstance(spec, Recurrent)}
         attention = {layer: spec for layer, spec in zip(ids, specs, strict=True) if layer not in recurrent}
@@ -156,6 +156,7 @@ class State:
             rows=REFERENCE_ROWS if rows is None else rows,
             padding=padding,
             slack=slack,
+            absent=() if division is None else division.absent,
         )
         crossed = slots = None
         if cross_capacity is not None:
@@ -170,6 +171,7 @@ class State:
                 device=device,
                 backend=ReferenceRecurrence() if recurrence is None else recurrence,
                 padding=padding,
+                division=division,
             )
         self.parts = StateParts(specs, stored, first_layer, paged, crossed, slots, division)
         self.sequences = paged.sequences
@@ -411,7 +413,8 @@ class State:
         if opened.awaited:
             for layer_id in self.recurrent_ids:  # A state that no layer has set is copied.
                 opened.require_come(layer_id)
-        if missing := sorted(self.parts.paged.layers.keys() - opened.written - skipped):
+        paged = self.parts.paged
+        if missing := sorted(paged.layers.keys() - opened.written - skipped - {*paged.absent}):
             raise FailedPrecondition(
                 f"end_forward: layers {missing} were not written; run them, or name them in skipped=, or call abort_forward"
             )

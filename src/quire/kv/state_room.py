@@ -25,6 +25,8 @@ from quire.contracts.pool_verbs import (
 from quire.kv.forward_need import pages_for
 from quire.kv.pages import PageIds, PagePool
 from quire.kv.parts import StateParts
+from quire.kv.recurrent import bytes_per_state
+from quire.kv.storage import bytes_per_token
 from quire.kv.windows import Window
 
 NO_ENCODING = np.empty(0, dtype=np.int32)
@@ -62,11 +64,16 @@ def geometry(state: StateParts) -> StateGeometry:
         specs=tuple(state.whole_specs[layer] for layer in state.paged.layer_ids),  # type: ignore[misc]
         layer_ids=state.paged.layer_ids,
         windows=tuple(one.window for one in state.paged.classes),
-        page_bytes=tuple(state.page_bytes[: len(state.paged.classes)]),
-        state_bytes=0 if states is None else state.page_bytes[-1],
+        page_bytes=tuple(
+            bytes_per_token([state.paged.specs[layer] for layer in one.layers], state.paged.format)
+            * state.paged.page_size
+            for one in state.paged.classes
+        ),
+        state_bytes=0 if state.recurrent is None else bytes_per_state(state.recurrent.specs),
         interval=0 if states is None else states.interval,
         ring=0 if states is None else states.ring,
-        num_ranks=1 if state.division is None else state.division.share.size,
+        num_ranks=1 if state.division is None else state.division.grid.slices,
+        num_stages=1 if state.division is None else state.division.grid.stages,
     )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import TypeAlias
 
@@ -133,9 +133,11 @@ class PagedStorage:
         *,
         padding: bool = False,
         row_kernels: RowKernels = REFERENCE_ROWS,
+        absent: Collection[int] = (),
     ) -> None:
         """Take memory for ``num_slots`` slots. ``padding``: and for one more, which no page has:
-        padded forwards write the rows there that no token has. ``row_kernels`` copy slots."""
+        padded forwards write the rows there that no token has. ``row_kernels`` copy slots.
+        ``absent``: layers that other stages hold, without rows here."""
         self.num_slots = num_slots
         self._row_kernels = row_kernels
         self.format = format
@@ -143,12 +145,14 @@ class PagedStorage:
         self._shapes = [geometry(spec) for spec in specs]
         groups: dict[Geometry, list[int]] = {}
         for layer, shape in enumerate(self._shapes):
-            groups.setdefault(shape, []).append(layer)
+            if layer not in absent:
+                groups.setdefault(shape, []).append(layer)
         self._tensors: list[Tensor] = []
-        whole_pool = sum(map(format.bytes_per_row, self._shapes)) * num_slots / 2**30
+        rows = sum(format.bytes_per_row(shape) * len(layers) for shape, layers in groups.items())
+        whole_pool = rows * num_slots / 2**30
         need = f"the KV pool needs {whole_pool:,.2f} GiB"
         self.planes: list[dict[str, Tensor]] = [{} for _ in specs]
-        """By layer and name, ``[S, ...]``."""
+        """By layer and name, ``[S, ...]``; nothing for a layer that is not here."""
         for shape, layers in groups.items():
             for name, plane in format.planes(shape).items():
                 # Zeros: a kernel may give a row that was never written the weight 0, and 0 * NaN
@@ -157,8 +161,10 @@ class PagedStorage:
                 self._tensors.append(allocate(whole, plane.dtype, device, need, "give a smaller kv_cache_memory"))
                 for layer, tensor in zip(layers, self._tensors[-1].unbind(), strict=True):
                     self.planes[layer][name] = tensor
-        self.layers = [format.view(shape, planes) for shape, planes in zip(self._shapes, self.planes, strict=True)]
-        """What kernels take of each layer."""
+        self.layers = {
+            layer: format.view(self._shapes[layer], planes) for layer, planes in enumerate(self.planes) if planes
+        }
+        """What kernels take of each layer that is here."""
 
     @property
     def num_bytes(self) -> int:
@@ -201,7 +207,7 @@ class PagedStorage:
 
     def copy(self, copies: Sequence[SlotCopy]) -> None:
         """Copy slots, in every layer."""
-        if copies:
+        if copies and self._tensors:
             source = slot_index(SlotRange(part.source, part.count) for part in copies)
             target = slot_index(SlotRange(part.target, part.count) for part in copies)
             self._row_kernels.copy_slots(self._tensors, np.stack((source, target)))

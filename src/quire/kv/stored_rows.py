@@ -115,13 +115,15 @@ def debug_set_kv(
         slots = torch.from_numpy(state.sequences.slots(one.class_index, seq_id, [part])).to(state.device)
         new_k = (k if layer is not None else k[row]).to(state.device)
         storage = state.paged.classes[one.class_index].storage
+        if one.rows is None:  # Another stage holds them.
+            continue
         if v is None:
             storage.write(one.index, slots, new_k.unsqueeze(1))
             continue
         new_v = (v if layer is not None else v[row]).to(state.device)
         if state.division is not None:
-            rank, heads = state.division.share.rank, geometry(one.spec).kv_heads
-            new_k, new_v = (state.division.heads_of(rank, new, heads) for new in (new_k, new_v))
+            slice, heads = state.division.share.rank, geometry(one.spec).kv_heads
+            new_k, new_v = (state.division.heads_of(slice, new, heads) for new in (new_k, new_v))
         storage.write(one.index, slots, new_k, new_v)
 
 

@@ -21,6 +21,7 @@ from quire.base.errors import InvalidArgument
 from quire.contracts.block_calls import LayerKernels
 from quire.contracts.layers import FullAttention, LayerSpec, RopeSpec, WindowedAttention
 from quire.contracts.model import Block, WideRows
+from quire.contracts.ranks import Stages
 from quire.contracts.rows import ActivationName
 from quire.models.blocks import (
     DecoderBlock,
@@ -180,6 +181,9 @@ class Trunk:
         self.config: dict[str, Any] = dict(values)
         self.canonical_config = canonical
         self.whole_specs: Sequence[LayerSpec] = ()
+        self.stages: Stages | None = None
+        self.absent_blocks: Sequence[Block] = ()
+        """Those of other stages, whose weights have only shape and dtype."""
         self.embedding = _embedding(config, late(parameters, "embed.weight"))
         self.norm = norm
         self.lm_head = Linear(late(parameters, "embed.weight" if config.tie_embeddings else "head.weight"), name="head")
@@ -197,6 +201,17 @@ class Trunk:
         self.quantization: str | None = None
         self.stack: JoinedStack | None = None
 
+    def keep(self, stages: Stages) -> None:
+        """Keep the blocks and the ends of one stage, before the model is packed. Of an end that
+        another stage has, the weights have only shape and dtype."""
+        every = list(self.blocks)
+        self.stages, self.blocks = stages, every[stages.own.start : stages.own.stop]
+        self.absent_blocks = [*every[: stages.own.start], *every[stages.own.stop :]]
+        if not stages.is_last:
+            self.lm_head, self.norm = Linear(self.lm_head.weight.to("meta"), name="head"), _absent
+        if not stages.is_first:
+            self.embedding.weight = self.embedding.weight.to("meta")
+
     def pack(self, kernels: LayerKernels) -> bool:
         """Give the layers their kernels, and pack the weights for this machine if that helps.
         Return True if it packed them.
@@ -210,14 +225,15 @@ class Trunk:
             if isinstance(block, PreNormBlock):
                 block.join(kernels)
         self.parameter_bytes += grown
-        head = packed(self.lm_head, kernels.of_head())
+        is_here = not self.lm_head.weight.is_meta
+        head = packed(self.lm_head, kernels.of_head()) if is_here else self.lm_head
         if head is not self.lm_head:
             replaces = self.lm_head.weight is not self.embedding.weight
             if isinstance(head, KernelLinear) and head.map.weights.form in EXACT_FORMS and not replaces:
                 self.embedding.share(head.map)
                 replaces = True
             self.parameter_bytes += head.weight_bytes - (self.lm_head.weight_bytes if replaces else 0)
-        elif not grown:
+        elif not grown and (is_here or kernels.linear is None):
             return False
         table = self.embedding.weight
         if (
@@ -228,7 +244,7 @@ class Trunk:
             self.embedding.share(rows)
             self.parameter_bytes += rows.weights.nbytes - table.nbytes
         self.lm_head, self.quantization = head, kernels.quantization
-        plain = self._logit_scale == 1.0 and self._logit_softcap is None
+        plain = self._logit_scale == 1.0 and self._logit_softcap is None and self.stages is None
         self.stack = joined_stack(self.blocks, kernels.blocks, self.embedding, self.norm, head if plain else None)
         return True
 
@@ -260,6 +276,11 @@ class Decoder(Trunk, Generic[C]):
             _block(config, layer, spec, mlp(config, layer, parameters), parameters) for layer, spec in enumerate(specs)
         ]
         self.blocks = self._decoder_blocks
+
+
+def _absent(x: Tensor) -> Tensor:
+    """Stand for the final norm of another stage."""
+    return x
 
 
 def _with_sinks(spec: AttentionSpec, sinks_H: Tensor | None) -> AttentionSpec:

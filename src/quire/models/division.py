@@ -137,4 +137,5 @@ def join_ranks(model: Decoder[Any], group: Group) -> None:
             block.joined = None
         block.attention = SummedMixer(block.attention, group)
         block.mlp = SummedFeedForward(block.mlp, group)
-    model.lm_head = GatheredLinear(model.lm_head, model.vocab_size, group)
+    if model.stages is None or model.stages.is_last:
+        model.lm_head = GatheredLinear(model.lm_head, model.vocab_size, group)

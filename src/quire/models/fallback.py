@@ -26,6 +26,7 @@ from quire.base.errors import CheckpointError, QuireError, ResourceExhausted, Un
 from quire.contracts.block_calls import LayerKernels
 from quire.contracts.layers import LayerSpec
 from quire.contracts.model import Block, Pass
+from quire.contracts.ranks import Stages
 from quire.models.config_fields import ConfigFields
 from quire.models.families import canonical_of
 from quire.models.probe import ATTENTION, Probe, watch
@@ -64,6 +65,7 @@ class FallbackModel:
         self.max_model_len: int | None = None
         self.layer_specs: Sequence[LayerSpec] = list(specs)
         self.blocks: Sequence[Block] = [self._run]
+        self.stages: Stages | None = None
         self.stack = None
         self.dtype, self.device = weight.dtype, weight.device
         tensors = list(causal.parameters())

@@ -19,6 +19,7 @@ from quire.base.registry import Registry
 from quire.contracts.block_calls import LayerKernels
 from quire.contracts.layers import LayerSpec
 from quire.contracts.model import Model
+from quire.contracts.ranks import Stages
 from quire.models import (
     bamba,
     deepseek,
@@ -72,6 +73,8 @@ class LoadedModel(Model, Protocol):
     """The parsed ``config.json``."""
     whole_specs: Sequence[LayerSpec]
     """The layers with all heads of a model that ranks divide; empty: it is not divided."""
+    stages: Stages | None
+    """The stages of a model of which a part of the blocks is here; None: all are."""
     canonical_config: str
     """Canonical JSON of the fields that decide the logits, equal for all spellings of a model."""
     formats: Mapping[str, int]

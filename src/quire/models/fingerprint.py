@@ -101,6 +101,13 @@ def weights_digest(path: Path) -> str:
     return digests[0] if len(digests) == 1 else xxhash.xxh3_128_hexdigest("".join(digests).encode())
 
 
+def checkpoint_mark(path: Path) -> str:
+    """Return a short digest of the configuration and of the names, sizes and times of the files,
+    by which processes of one machine find that they see the same checkpoint."""
+    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in weight_files(path)]
+    return xxhash.xxh3_64_hexdigest(json.dumps([read_config(path), stats], sort_keys=True, default=str).encode())
+
+
 def file_digest(file: Path) -> str:
     """Return XXH3-128 (hex) of a file, cached by path, size and modification time."""
     try:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from quire.contracts.block_calls import LayerKernels
 from quire.contracts.model import Block
+from quire.contracts.ranks import Stages
 from quire.contracts.rows import ActivationName
 from quire.models.blocks import Mixer
 from quire.models.config_fields import ConfigFields
@@ -251,6 +252,12 @@ class LayeredDecoder(Trunk):
             norm_P = rms_norm(config, parameters, "inputs.norm")
             self._inputs = LayerInputs(table, linear(parameters, "inputs.project"), norm_P, config.input_size)
         self.wide = self if config.input_size or spread is not None else None
+
+    def keep(self, stages: Stages) -> None:
+        """See ``Trunk``."""
+        super().keep(stages)
+        if not stages.is_first:
+            self._inputs = self._spread = None
 
     def pack(self, kernels: LayerKernels) -> bool:
         """See ``Trunk``."""

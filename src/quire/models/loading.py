@@ -10,7 +10,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -23,13 +23,14 @@ from quire.base.host_memory import free_memory, size_words
 from quire.contracts.block_calls import LayerKernels
 from quire.contracts.layers import LayerSpec
 from quire.contracts.linear import BlockKernel
-from quire.contracts.ranks import Group, Share
-from quire.models.decoder import Decoder
+from quire.contracts.ranks import Grid, Group, Share, Stages
+from quire.models.decoder import Decoder, Trunk
 from quire.models.division import divide_head, divided_config, join_ranks
 from quire.models.families import Family, LoadedModel, family_of, is_foreign
 from quire.models.processor import Processor
 from quire.models.quantized import Quantized, read_quantized, without_section
 from quire.models.sources import open_weights, read_config
+from quire.models.stages import check_stages, names_of, owners_of, ranges_of, row_of, stage_config
 from quire.weights.block_panels import KINDS
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.gguf_blocks import SIZES
@@ -51,6 +52,7 @@ DTYPES: Mapping[str, torch.dtype] = {
 """Accepted values of ``dtype`` besides "auto"."""
 
 PLAIN = LayerKernels()
+WHOLE = Grid()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,6 +80,8 @@ def load_model(
     kernels: LayerKernels = PLAIN,
     before_weights: Callable[[Outline], object] | None = None,
     group: Group | None = None,
+    grid: Grid = WHOLE,
+    stage: int = 0,
 ) -> LoadedModel:
     """Load the model in ``path``, the directory of a checkpoint or a GGUF file, with its weights on
     ``device``.
@@ -87,9 +91,10 @@ def load_model(
     frequencies of a RoPE that depends on length, and changes nothing in other models. ``kernels``
     are given to the layers that support them. ``before_weights`` is called before the weights are
     read, and may raise to refuse the model; the ``Outline`` of a fallback model has no layers,
-    because they are unknown until they run. ``group``: the ranks that divide the model; this
-    process loads its rank's part (``models.division``). ``transformers``, if installed, runs
-    architectures that are not native (``models.fallback``).
+    because they are unknown until they run. ``group``: the ranks that divide each layer; this
+    process loads its rank's part (``models.division``), of the blocks of ``stage`` among the stages
+    of ``grid`` (``models.stages``). ``transformers``, if installed, runs architectures that are not
+    native (``models.fallback``).
 
     Raise ``CheckpointError`` if the directory or a file is missing, damaged or contradicts
     ``config.json``, ``Unsupported`` for an architecture or option that is not computed, and
@@ -101,9 +106,9 @@ def load_model(
     device = _device(device)
     _check_dtype_name(dtype)
     share = None if group is None else Share(group.rank, group.size)
-    if share is None and is_foreign(values):
+    if grid.size == 1 and is_foreign(values):
         return _load_foreign(path, values, device, dtype, before_weights)
-    family, quantized, whole, config = _read_configs(path, values, max_model_len, share)
+    family, quantized, whole, config = _read_configs(path, values, max_model_len, grid, share)
     with Checkpoint(open_weights(path, quantized)) as checkpoint:
         num_layers = config.num_layers
         if num_layers > len(checkpoint.tensors):  # Also bounds the table that a damaged config.json could ask for.
@@ -112,11 +117,17 @@ def load_model(
             )
         places = checkpoint.choose([expand(table, num_layers) for table in family.name_tables(whole)])
         checkpoint.check(places, family.ignorable_names(whole))
+        ranges = None if grid.stages == 1 else ranges_of(whole, grid.stages, places)
         if share is not None:
             tables = (expand(table, num_layers) for table in family.name_tables(config))
             places = divided(places, next(one for one in tables if one.keys() == places.keys()), share)
         resolved = resolve_dtype(dtype, checkpoint.dtype(places), device)
-        needed = _weight_bytes(places, resolved, device, kernels)
+        own, stages = None, None
+        if ranges is not None:
+            empty = cast(Trunk, family.build(config, _Placeholders(places, resolved, "cpu"), values))
+            stages = Stages(stage, ranges, owners_of(whole, ranges), *row_of(empty))
+            own = names_of(stages, places, tied=empty.tied)
+        needed = _weight_bytes(places, resolved, device, kernels, own)
         _check_memory(path, needed, resolved, device, kernels)
         if before_weights is not None:
             outline = family.build(config, _Placeholders(places, resolved), values)
@@ -130,11 +141,15 @@ def load_model(
                 )
             )
         _check_tied(checkpoint, family, whole)
-        total = checkpoint.nbytes(one for name, place in places.items() for one in place.stored(name))
+        here = {name: place for name, place in places.items() if own is None or place.parameter in own}
+        total = checkpoint.nbytes(one for name, place in here.items() for one in place.stored(name))
         hidden = not (progress and sys.stderr.isatty())
         with tqdm(total=total, unit="B", unit_scale=True, desc=f"loading {path.name}", disable=hidden) as bar:
-            weights = LazyParameters(checkpoint, places, resolved, device, bar)
+            weights = LazyParameters(checkpoint, places, resolved, device, bar, own)
             model = family.build(config, weights, values)
+            if stages is not None and own is not None:
+                cast(Trunk, model).keep(stages)
+                model.parameter_bytes = sum(weights.late(name).nbytes for name in own)
             model.places = places
             model.formats = checkpoint.formats(places)
             weights.release()
@@ -142,7 +157,8 @@ def load_model(
                 model.canonical_config = whole.canonical()
                 model.whole_specs = whole.layers
                 model.num_parameters = sum(math.prod((one.whole or one).shape) for one in places.values())
-                divide_head(cast(Decoder[Any], model), share)
+                if stages is None or stages.is_last:
+                    divide_head(cast(Decoder[Any], model), share)
             if model.pack(replace(kernels, read=weights.read, stored=weights.stored)):
                 logger.info("%s: weights are laid out for this machine's products", path)
             weights.materialize()
@@ -152,10 +168,11 @@ def load_model(
     return model
 
 
-def check_division(path: Path, size: int, max_model_len: int | None) -> None:
-    """Raise ``Unsupported`` for a model that is not divided among ``size`` ranks, as its
-    configuration says; and the errors of ``load_model`` for a configuration that is not read."""
-    _read_configs(path, _read_values(path), max_model_len, Share(0, size))
+def check_division(path: Path, grid: Grid, max_model_len: int | None) -> None:
+    """Raise ``Unsupported`` for a model that these ranks do not divide, as its configuration says;
+    and the errors of ``load_model`` for a configuration that is not read."""
+    share = Share(0, grid.slices) if grid.slices > 1 else None
+    _read_configs(path, _read_values(path), max_model_len, grid, share)
 
 
 def _read_values(path: Path) -> dict[str, Any]:
@@ -167,15 +184,17 @@ def _read_values(path: Path) -> dict[str, Any]:
 
 
 def _read_configs(
-    path: Path, values: dict[str, Any], max_model_len: int | None, share: Share | None
+    path: Path, values: dict[str, Any], max_model_len: int | None, grid: Grid, share: Share | None
 ) -> tuple[Family, Quantized | None, Any, Any]:
     """Return the family, the form of quantised weights, and the configurations of the whole model
     and of a rank's share."""
-    if share is not None and is_foreign(values):
-        raise Unsupported("tensor_parallel_size: transformers runs this model, and does not divide it")
+    if grid.size > 1 and is_foreign(values):
+        raise Unsupported(f"{grid}: transformers runs this model, and does not divide it")
     try:
         family, quantized = family_of(values), read_quantized(values)
         whole = family.read_config(without_section(values), max_model_len)
+        if grid.stages > 1:
+            check_stages(stage_config(whole), grid.stages)
         return family, quantized, whole, whole if share is None else divided_config(whole, share)
     except QuireError as error:
         error.about(f"{path}, whose metadata make the config.json" if is_gguf(path) else str(path))
@@ -217,10 +236,14 @@ def _load_foreign(
 class _Placeholders(dict[str, torch.Tensor]):
     """Parameters without values: vectors of zeros, and matrices without memory."""
 
-    def __init__(self, places: Mapping[str, Place], dtype: torch.dtype) -> None:
+    def __init__(self, places: Mapping[str, Place], dtype: torch.dtype, device: str = "meta") -> None:
+        """``device``: of the matrices; on a CPU these can be read."""
         kept = parameter_dtypes(places)
         super().__init__(
-            (name, torch.zeros(shape, dtype=kept.get(name, dtype), device="cpu" if len(shape) == 1 else "meta"))
+            (
+                name,
+                torch.zeros((), dtype=kept.get(name, dtype), device="cpu" if len(shape) == 1 else device).expand(shape),
+            )
             for name, shape in parameter_shapes(places).items()
         )
 
@@ -286,10 +309,16 @@ def _device(device: str | torch.device) -> torch.device:
     return found
 
 
-def _weight_bytes(places: Mapping[str, Place], dtype: torch.dtype, device: torch.device, kernels: LayerKernels) -> int:
-    """Return a lower bound of the bytes of the parameters while they are loaded. A CPU quantises
-    matrices one by one and keeps the embedding; a GPU loads all of them first. Blocks that a kernel
-    may multiply take what they take in the file."""
+def _weight_bytes(
+    places: Mapping[str, Place],
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: LayerKernels,
+    own: Collection[str] | None,
+) -> int:
+    """Return a lower bound of the bytes of the parameters that are here while they are loaded. A
+    CPU quantises matrices one by one and keeps the embedding; a GPU loads all of them first. Blocks
+    that a kernel may multiply take what they take in the file."""
     form, in_blocks = kernels.quantization, dict[str, float]()
     if form is None and isinstance(kernels.linear, BlockKernel):
         for place in places.values():
@@ -301,6 +330,8 @@ def _weight_bytes(places: Mapping[str, Place], dtype: torch.dtype, device: torch
     kept = parameter_dtypes(places)
     total = 0.0
     for name, shape in parameter_shapes(places).items():
+        if own is not None and name not in own:
+            continue
         bits = 8.0 * kept.get(name, dtype).itemsize
         if form is not None and device.type == "cpu" and len(shape) > 1 and name != "embed.weight":
             bits = min(bits, FORMS[form].bits)

@@ -312,7 +312,10 @@ def delta_net(config: DeltaConfig, block: int, layer_id: int, parameters: Parame
 
 
 def gather_parts_(weight_RE: Tensor, heads: int, parts: Sequence[int]) -> None:
-    """Reorder rows in place from head-major to part-major; it costs a copy of one weight."""
+    """Reorder rows in place from head-major to part-major; it costs a copy of one weight. Weights
+    without memory, of another stage, stay."""
+    if not weight_RE.stride(0):
+        return
     rows = torch.arange(len(weight_RE), device=weight_RE.device).view(heads, sum(parts))
     order = torch.cat([part.flatten() for part in torch.split(rows, list(parts), dim=1)])
     weight_RE.copy_(weight_RE.index_select(0, order))

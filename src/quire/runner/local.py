@@ -43,8 +43,8 @@ from quire.base.uploads import uploaded
 from quire.blend.forward import BlendedForward
 from quire.blend.row_sources import RowSources
 from quire.contracts.kv_state import ModelState
-from quire.contracts.model import Block, Model, OpenPass
-from quire.contracts.ranks import Group
+from quire.contracts.model import Block, Model, OpenPass, num_blocks, stages_of
+from quire.contracts.ranks import Group, Line
 from quire.kv import layer_memory, sequencefile
 from quire.kv.rule_table import position_refusal, weights_refusal
 from quire.runner.reclaim import Room
@@ -141,14 +141,18 @@ class LocalRunner:
         device: torch.device,
         adapters: AdapterPool | None = None,
         group: Group | None = None,
+        line: Line | None = None,
     ) -> None:
         """Make a runner; ``adapters`` None: no adapter can change the model. ``group``: the ranks
-        that divide the model, of which only rank 0 has logits; None: it is whole."""
+        that divide its layers, of which only the first has logits; None: they are whole. ``line``:
+        the stages that divide its blocks; None: all are here."""
         self.adapters = AdapterPool.without_sites() if adapters is None else adapters
         self.model = model
         self._wide = getattr(model, "wide", None)
         self.state = state
         self.device = device
+        self.line, self._stages = line, stages_of(model) if line is not None else None
+        self._num_blocks = num_blocks(model)
         self._has_logits = group is None or group.rank == 0
         self._seqs = itertools.count()
         self._no_logits = torch.empty(0, model.vocab_size, device=device)
@@ -194,8 +198,8 @@ class LocalRunner:
             raise Unsupported(f"positions: {reason}")
         if inputs.places:
             self._check_places(step)
-        if any(not 0 <= block < len(self.model.blocks) for block in inputs.features):
-            allowed = f"blocks 0 to {len(self.model.blocks) - 1}"
+        if any(not 0 <= block < self._num_blocks for block in inputs.features):
+            allowed = f"blocks 0 to {self._num_blocks - 1}"
             raise InvalidArgument(field="features", given=inputs.features, allowed=allowed)
         transfers = self._transfers(step)
         counts, kept = [len(chunk.tokens) for chunk in step.chunks], [chunk.checkpoints for chunk in step.chunks]
@@ -205,7 +209,7 @@ class LocalRunner:
             blended = self.row_sources.forward(step.blend, counts)
         if inputs.drawn is not None:
             check_drawn(step, inputs.drawn)
-        if inputs.attention_weights and (reason := weights_refusal(self.model.layer_specs, len(self.model.blocks))):
+        if inputs.attention_weights and (reason := weights_refusal(self.model.layer_specs, self._num_blocks)):
             raise Unsupported(f"attention weights: {reason}; leave output_attentions False")
         tokens = np.concatenate([np.asarray(chunk.tokens, dtype=np.int64) for chunk in step.chunks])
         placeholders = self._placeholders(tokens, inputs)
@@ -264,12 +268,15 @@ class LocalRunner:
                 self._rehearse(blended, x_TE, pass_, adapters, counts)
                 self.adapters.activate(adapters, counts, np.diff(starts).tolist())
             stack, blocks = self.model.stack, self.model.blocks
+            first = 0 if self._stages is None else self._stages.own.start
             if stack is not None and plain and blended is None and not inputs.hidden_states:
-                read = sorted({*inputs.features, len(blocks) - 1})
+                wanted = {block - first for block in inputs.features}
+                read = sorted({*wanted.intersection(range(len(blocks))), len(blocks) - 1})
                 outputs = stack.outputs(blocks, x_TE, pass_, read)
                 if outputs is not None:
-                    x_TE, blocks, features = outputs[-1], (), dict(zip(read, outputs, strict=True))
-            for layer, block in enumerate(blocks):
+                    x_TE, blocks = outputs[-1], ()
+                    features = {first + block: y_TE for block, y_TE in zip(read, outputs, strict=True)}
+            for layer, block in enumerate(blocks, first):
                 if blended is not None:
                     x_TE = self._entering(blended, layer, block, x_TE, pass_, step)
                 x_TE = block(x_TE, pass_)
@@ -279,22 +286,39 @@ class LocalRunner:
                     features[layer] = seen_TE
             if blended is not None:
                 index = np.searchsorted(blended.alive, np.arange(len(tokens)) if index is None else index)
+            if self.line is not None and self._stages is not None and not self._stages.is_last:
+                self.line.send(x_TE)
             x_RE = x_TE if index is None else x_TE.index_select(0, uploaded(index, self.device))
         # Outside of inference mode: callers may write to the results.
         with torch.no_grad():
             if inputs.places:
                 # The adapters' work on the head is planned for all rows.
-                places = self._tensors_at(inputs.places, np.diff(starts).tolist()) if self._has_logits else None
+                is_first = self._stages is None or self._stages.is_first
+                rows = np.diff(starts).tolist()
+                places = self._tensors_at(inputs.places, rows) if self._has_logits and is_first else None
                 self._head_to(x_RE, places, HEAD_ROWS if plain else max(1, starts[-1]))
                 del places
                 starts = (0,) * len(starts)
-            logits_RV = self.model.head(x_RE) if starts[-1] else self._no_logits
+            logits_RV = self._head(x_RE) if starts[-1] else self._no_logits
             states = _split(hidden, step.chunks) if inputs.hidden_states else ()
             weights = self._weights(pass_, len(step.chunks)) if inputs.attention_weights else ()
-            observed = _observed(pass_, inputs.observed)
-            found = tuple(features[block] for block in inputs.features)
+            observed = _observed(pass_, self._own_layers(inputs.observed))
+            found = tuple(features[block] for block in inputs.features if block in features)
         left_out = () if blended is None else blended.left_out
         return StepOutput(logits_RV, starts, states, found, weights, observed, left_out=left_out)
+
+    def _head(self, x_RE: Tensor) -> Tensor:
+        """Return the logits of rows; of a model in stages, rank 0 has those of the last one. Other
+        ranks return any values."""
+        line, stages = self.line, self._stages
+        if line is None or stages is None:
+            return self.model.head(x_RE)
+        if stages.is_last:
+            logits_RV = self.model.head(x_RE)
+            if self._has_logits:
+                line.give(logits_RV)
+            return logits_RV
+        return line.fetch(len(x_RE)) if stages.is_first and self._has_logits else self._no_logits
 
     def _rehearse(
         self,
@@ -350,7 +374,9 @@ class LocalRunner:
         time."""
         chunk = offset = 0
         for begin in range(0, len(x_RE), most):
-            logits_RV = self.model.head(x_RE[begin : begin + most])
+            logits_RV = self._head(x_RE[begin : begin + most])
+            if self.line is not None and places is not None:
+                self.line.settle()
             while places is not None and len(logits_RV):
                 count = min(len(places[chunk]) - offset, len(logits_RV))
                 places[chunk][offset : offset + count] = logits_RV[:count]
@@ -383,14 +409,16 @@ class LocalRunner:
             pass_.use_mask(inputs.mask)
         if inputs.positions is not None:
             pass_.use_positions(inputs.positions)
-        if inputs.attention_weights or inputs.observed:
-            pass_.capture_weights(None if inputs.attention_weights else inputs.observed)
+        if inputs.attention_weights or (observed := self._own_layers(inputs.observed)):
+            pass_.capture_weights(None if inputs.attention_weights else observed)
         if transfers:
             pass_.wait_for_layers(partial(_wait_for, transfers))
         return pass_
 
     def _embed(self, tokens: Ids, placeholders: Ids | None, inputs: Inputs) -> Tensor:
         """Return ``[T, E]``, with the given rows at placeholders."""
+        if self.line is not None and self._stages is not None and not self._stages.is_first:
+            return self.line.receive(len(tokens))
         if inputs.drawn is not None:
             return self.model.embed(inputs.drawn)
         if placeholders is None or inputs.embeddings is None:
@@ -399,6 +427,13 @@ class LocalRunner:
         rows = uploaded(placeholders, self.device)
         given = inputs.embeddings.to(x_TE.device, x_TE.dtype)
         return x_TE.index_copy(0, rows, given if self._wide is None else self._wide.entering(given))
+
+    def _own_layers(self, layers: frozenset[int]) -> frozenset[int]:
+        """Return the layers that no other stage holds."""
+        if self._stages is None:
+            return layers
+        own, owners = self._stages.stage, self._stages.owners
+        return frozenset(layer for layer in layers if owners.get(layer, own) == own)
 
     def _weights(self, pass_: OpenPass, num_chunks: int) -> tuple[tuple[Tensor, ...], ...]:
         layers = sorted(pass_.weights)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -76,8 +76,18 @@ class HeldRows:
         return self.layers[layer_id]
 
 
-WEIGHTS = "weights"
-"""Answer with the attention weights of the last step, as in ``StepOutput``: all and observed."""
+SEEN = "seen"
+"""Answer with ``Seen`` of the last step."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Seen:
+    """What a rank has seen in a step, as ``StepOutput`` has it: of its blocks and heads."""
+
+    attention_weights: tuple[tuple[Tensor, ...], ...] = ()
+    observed: Mapping[int, Sequence[Tensor]] = field(default_factory=dict)
+    hidden_states: tuple[tuple[Tensor, ...], ...] = ()
+    features: tuple[Tensor, ...] = ()
 
 
 class _Pickler(pickle.Pickler):

@@ -28,8 +28,9 @@ from quire.base.errors import RanksBroken
 from quire.base.interrupts import Lock
 from quire.base.types import SeqId
 from quire.contracts.adapters import Adapter
+from quire.contracts.ranks import Grid
 from quire.runner import torch_group
-from quire.runner.rank_messages import FAILED, WEIGHTS, LoadAdapter, Put, Take, UnloadAdapter, receive, send
+from quire.runner.rank_messages import FAILED, SEEN, LoadAdapter, Put, Seen, Take, UnloadAdapter, receive, send
 from quire.runner.torch_group import ENDED
 
 ANSWER_SECONDS = 20.0
@@ -44,10 +45,10 @@ class Ranks:
     """They end with this object, and with this process. Any thread may call. ``PeerRows``: their
     rows of K and V."""
 
-    def __init__(self, size: int, main: str) -> None:
-        """Start ``size - 1`` processes; each runs ``main``, Python code that is given the number of
-        a file descriptor, and answers there."""
-        self.size = size
+    def __init__(self, grid: Grid, main: str) -> None:
+        """Start the processes of all ranks but this one; each runs ``main``, Python code that is
+        given the number of a file descriptor, and answers there."""
+        self.grid, self.size = grid, grid.size
         self.broken = ""
         """The reason why no step can run any more; empty while steps can."""
         self.is_running = False
@@ -56,11 +57,11 @@ class Ranks:
         self._sending, self._asking = Lock(), Lock()
         self._meeting = Path(tempfile.mkdtemp(prefix="quire-ranks-"))
         self.meeting = self._meeting / "store"
-        """Where the ranks' groups meet."""
+        """Where the ranks' groups meet, with a suffix for each."""
         self._pipes: list[Connection] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self.close = weakref.finalize(self, _end, self._processes, self._pipes, self._meeting, os.getpid())
-        for _ in range(1, size):
+        for _ in range(1, self.size):
             ours, theirs = socket.socketpair()
             # What is sent to a process that hangs fails in time.
             limit = struct.pack("ll", int(torch_group.HANG_SECONDS), 0)
@@ -98,14 +99,17 @@ class Ranks:
         """Send one message to all others. ``RanksBroken`` if one has ended."""
         self.tell([message] * (self.size - 1))
 
-    def wait(self) -> None:
-        """Wait until all others have done what they were told; raise the error of one that could
-        not. ``RanksBroken`` if one has ended."""
+    def wait(self) -> list[Any]:
+        """Wait until all others have done what they were told; return their answers, or raise the
+        error of one that could not. ``RanksBroken`` if one has ended."""
+        answers = []
         for pipe in self._pipes:
             answer = self._answer(pipe, None)
             if isinstance(answer, BaseException):
                 self.fail(answer)
                 raise answer
+            answers.append(answer)
+        return answers
 
     def confirm_failure(self) -> None:
         """After a step that failed here: return if it failed on all ranks, and so left all states
@@ -147,16 +151,19 @@ class Ranks:
         seq: SeqId,
         place: tuple[int, int],
         slots_N: NDArray[np.int64],
-        parts: Sequence[Mapping[str, Tensor]],
+        parts: Mapping[int, Mapping[str, Tensor]],
     ) -> None:
         """See ``PeerRows``."""
-        self.tell([Put(seq, place, slots_N, part) for part in parts[1:]])
+        with self._sending:
+            if self.broken:
+                raise RanksBroken(self.broken)
+            for rank, part in parts.items():
+                self._send(self._pipes[rank - 1], Put(seq, place, slots_N, part))
 
-    def last_weights(self) -> list[tuple[Any, Any]]:
-        """Return the attention weights of the last step, of the heads of each of the others: as
-        ``StepOutput.attention_weights`` and ``observed``."""
+    def last_seen(self) -> list[Seen]:
+        """Return what the others have seen in the last step, besides logits."""
         with self._asking:
-            self.send(WEIGHTS)
+            self.send(SEEN)
             return [self._answer(pipe, torch_group.HANG_SECONDS) for pipe in self._pipes]
 
     # -- adapters ----------------------------------------------------------------------------------

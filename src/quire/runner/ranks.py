@@ -8,13 +8,16 @@ and of K and V, and the same pages. Steps go through sockets as pickles, sums an
 
 from __future__ import annotations
 
+import itertools
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from quire.adapters.pool import AdapterPool
 from quire.base.errors import FailedPrecondition, QuireError, RanksBroken, Unsupported
@@ -22,18 +25,22 @@ from quire.base.types import FinishImport, Import, Load, Remove, SeqId, Step
 from quire.blend.forward import pieces_of
 from quire.blend.rows_task import RowsPiece
 from quire.contracts.adapters import Adapter
+from quire.contracts.model import num_blocks, stages_of
+from quire.contracts.ranks import Grid
 from quire.kv import sequencefile
 from quire.kv.parts import StateParts
 from quire.kv.state import State
 from quire.kv.storage import geometry
-from quire.runner.local import LocalRunner, StepOutput
+from quire.runner.local import LocalRunner, StepOutput, logits_rows
+from quire.runner.micro_batches import micro_batches
 from quire.runner.rank_messages import (
     FAILED,
-    WEIGHTS,
+    SEEN,
     HeldRows,
     LoadAdapter,
     Put,
     Rows,
+    Seen,
     Take,
     UnloadAdapter,
     receive,
@@ -51,6 +58,8 @@ class RankedRunner:
         self.transfers, self.row_sources, self.logits = inner.transfers, inner.row_sources, inner.logits
         self.files, self.device = inner.files, inner.device
         self.ranks, self._inner = ranks, inner
+        stages = stages_of(inner.model)
+        self._blocks = [range(num_blocks(inner.model))] if stages is None else stages.blocks
 
     @property
     def revision(self) -> int:
@@ -73,8 +82,8 @@ class RankedRunner:
         The others know neither files nor transfers: rank 0 reads, and gives each its heads. So a
         step that awaits transfers begins when all layers are there.
         """
-        if reason := refusal(step):
-            raise Unsupported(f"tensor_parallel_size {self.ranks.size}: {reason}", field="tensor_parallel_size")
+        if reason := refusal(step, self.ranks.grid):
+            raise Unsupported(f"{self.ranks.grid}: {reason}")
         match step.edits:
             case (Load() as edit,):
                 return self._load(edit)
@@ -95,18 +104,28 @@ class RankedRunner:
                 sources.update(given)
         else:
             output = self._run(step)
-        return self._with_all_weights(output) if output.attention_weights or output.observed else output
+        inputs = step.inputs
+        has_seen = inputs.attention_weights or inputs.observed or inputs.hidden_states or inputs.features
+        return self._with_all_seen(step, output) if step.chunks and has_seen else output
 
     def _run(self, step: Step) -> StepOutput:
+        parts = self._micro_batches(step)
         try:
-            self.ranks.send(step)
+            for part in parts:
+                self.ranks.send(part)
         except RanksBroken:
             if step.chunks:
                 raise
             return self._inner.execute(step)  # a request ends at its chunk; what remains is to free sequences
         try:
             self.ranks.is_running = bool(step.chunks)
-            return self._inner.execute(step)
+            outputs = [self._inner.execute(part) for part in parts]
+            if (line := self._inner.line) is not None and step.chunks:
+                line.settle()
+            if len(outputs) == 1:
+                return outputs[0]
+            _, starts = logits_rows(step.chunks)
+            return StepOutput(torch.cat([one.logits_RV for one in outputs]), starts)
         except RanksBroken:
             raise self.ranks.fail() from None
         except BaseException:
@@ -116,21 +135,56 @@ class RankedRunner:
         finally:
             self.ranks.is_running = False
 
-    def _with_all_weights(self, output: StepOutput) -> StepOutput:
-        """Return the output with the attention weights of all query heads."""
-        parts = [(output.attention_weights, output.observed), *self.ranks.last_weights()]
-        every = [
-            tuple(torch.cat([one.to(self.device) for one in heads]) for heads in zip(*chunks, strict=True))
-            for chunks in zip(*(weights for weights, _ in parts), strict=True)
+    def _micro_batches(self, step: Step) -> list[Step]:
+        """Return the parts of a step that stages run at the same time. There is room for all of
+        them, so that none fails behind another."""
+        state = self.state
+        parts = micro_batches(step, self.ranks.grid.stages, cuts_chunks=not state.recurrent_ids)
+        if len(parts) == 1:
+            return parts
+        seqs, counts = [chunk.seq for chunk in step.chunks], [len(chunk.tokens) for chunk in step.chunks]
+        try:
+            is_short = state.missing_pages(seqs, counts) > 0
+            if state.recurrent_ids:
+                is_short |= state.spare_states(seqs, counts) < 0
+        except QuireError:  # The forward raises it.
+            is_short = True
+        return [step] if is_short else parts
+
+    def _with_all_seen(self, step: Step, output: StepOutput) -> StepOutput:
+        """Return the output with what all ranks have seen: of all heads and blocks."""
+        parts = [
+            Seen(output.attention_weights, output.observed, output.hidden_states, output.features),
+            *self.ranks.last_seen(),
         ]
+        slices = self.ranks.grid.slices
+        stages = [parts[first : first + slices] for first in range(0, len(parts), slices)]
+        every = [self._joined([part.attention_weights for part in stage]) for stage in stages]
         observed = {
-            layer: tuple(
-                torch.cat([one.to(self.device) for one in heads])
-                for heads in zip(*(own[layer] for _, own in parts), strict=True)
-            )
-            for layer in output.observed
+            layer: self._joined([[part.observed[layer]] for part in stage])[0]
+            for stage in stages
+            for layer in stage[0].observed
         }
-        return replace(output, attention_weights=tuple(every), observed=observed)
+        features = dict[int, Tensor]()
+        for stage, blocks in zip(stages, self._blocks, strict=True):
+            own = [block for block in step.inputs.features if block in blocks]
+            features.update(zip(own, stage[0].features, strict=True))
+        return replace(
+            output,
+            attention_weights=_side_by_side(every),
+            observed=observed,
+            hidden_states=_side_by_side(
+                [[[x.to(self.device) for x in one] for one in stage[0].hidden_states] for stage in stages]
+            ),
+            features=tuple(features[block].to(self.device) for block in step.inputs.features),
+        )
+
+    def _joined(self, parts: Sequence[Sequence[Sequence[Tensor]]]) -> list[tuple[Tensor, ...]]:
+        """Return tensors of all heads, of those of each slice."""
+        return [
+            tuple(torch.cat([one.to(self.device) for one in heads]) for heads in zip(*chunks, strict=True))
+            for chunks in zip(*parts, strict=True)
+        ]
 
     def _load(self, edit: Load) -> StepOutput:
         """Make a sequence from a file; each rank gets its heads."""
@@ -149,7 +203,7 @@ class RankedRunner:
         for seq in step.awaited:
             if seq not in self.transfers:
                 raise FailedPrecondition(f"sequence {seq} is awaited, and no transfer brings it")
-            for layer in self.state.geometry.layer_ids:
+            for layer in (*self.state.geometry.layer_ids, *self.state.recurrent_ids):
                 self.transfers[seq].wait(layer)
 
     def _cached_rows(self, step: Step) -> list[dict[int, HeldRows]]:
@@ -179,8 +233,15 @@ def _heads_of(state: StateParts, layer: int, rank: int, piece: RowsPiece) -> Row
     return piece._replace(k=k, v=v)
 
 
-def refusal(step: Step) -> str:
+def _side_by_side(stages: Sequence[Sequence[Sequence[Tensor]]]) -> tuple[tuple[Tensor, ...], ...]:
+    """Return for each chunk the tensors of the layers of all stages."""
+    return tuple(tuple(itertools.chain(*layers)) for layers in zip(*stages, strict=True))
+
+
+def refusal(step: Step, grid: Grid) -> str:
     """Return the reason why ranks cannot run a step; empty: they can."""
+    if step.blend is not None and grid.stages > 1:
+        return "the rows of a blended prompt are chosen in one stage, and the others would not know them"
     if step.blend is not None and step.blend.check_layer is None:
         return "a blend executor of the caller's own chooses among rows of all heads"
     if any(isinstance(edit, Load) for edit in step.edits) and (step.chunks or len(step.edits) > 1):
@@ -192,7 +253,7 @@ def serve_steps(runner: LocalRunner, pipe: Connection) -> None:
     """Do what rank 0 sends, until it ends. A step's error is rank 0's to report if it has the same;
     if it has none, end, so that rank 0 notices."""
     state, failed = cast(State, runner.state), False
-    weights: tuple[object, object] = ((), {})
+    seen = Seen()
     inbox = _read(pipe)
     while True:
         try:
@@ -221,8 +282,8 @@ def serve_steps(runner: LocalRunner, pipe: Connection) -> None:
             case UnloadAdapter(adapter_id):
                 if adapter_id in runner.adapters.ids:
                     runner.adapters.unload(adapter_id)
-            case str() if message == WEIGHTS:
-                send(pipe, weights)
+            case str() if message == SEEN:
+                send(pipe, seen)
             case str():
                 send(pipe, FAILED if failed else None)
                 failed = False
@@ -231,7 +292,9 @@ def serve_steps(runner: LocalRunner, pipe: Connection) -> None:
             case _:
                 try:
                     output = runner.execute(message)
-                    weights = output.attention_weights, output.observed
+                    seen = Seen(output.attention_weights, output.observed, output.hidden_states, output.features)
+                    if runner.line is not None and message.chunks:
+                        runner.line.settle()
                 except QuireError:
                     failed = True
                 runner.row_sources.sources.clear()

@@ -41,7 +41,7 @@ def row_dependence(model: object, state: State) -> str:
         return "attention is not that of the C++ kernels, or K and V have another dtype than the weights"
     if model._logit_softcap is not None:
         return "PyTorch caps the logits"
-    if not isinstance(model.lm_head, KernelLinear):
+    if not isinstance(model.lm_head, KernelLinear) and (model.stages is None or model.stages.is_last):
         return "PyTorch multiplies with the weights of the head"
     return next(filter(None, map(_of_block, model.blocks)), "")
 

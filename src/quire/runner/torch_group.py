@@ -1,6 +1,6 @@
 """The ranks of one model as ``torch.distributed`` knows them.
 
-Letters: R rows, O output features.
+Letters: T tokens, W columns from stage to stage, R rows, O output features, V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
 from quire.base.errors import RanksBroken
-from quire.contracts.ranks import Share
+from quire.contracts.ranks import Grid, Share, Stages
 
 HANG_SECONDS = 120.0
 """Seconds that a rank waits for another one, in a sum or for an answer: longer than a step takes
@@ -23,24 +23,27 @@ between two sums."""
 ENDED = "a process that holds a part of the model has ended, or does not answer; load the model again"
 
 
+def _group_of(rank: int, size: int, device: torch.device, meeting: Path) -> Any:
+    """Wait for all ranks. ``meeting``: a file that they share, and that does not exist yet."""
+    store, timeout = FileStore(str(meeting), size), timedelta(seconds=HANG_SECONDS)
+    if device.type == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+    gloo: Any = dist.ProcessGroupGloo
+    chosen = gloo._Options()
+    chosen._devices = [gloo.create_device(hostname="127.0.0.1")]
+    chosen._timeout = timeout
+    return gloo(store, rank, size, chosen)
+
+
 class TorchGroup:
     """A ``Group`` over ``torch.distributed``: gloo for CPUs, NCCL for GPUs."""
 
     def __init__(self, share: Share, device: torch.device, meeting: Path) -> None:
-        """Wait for all ranks. ``meeting``: a file that they share, and that does not exist yet."""
+        """See ``_group_of``."""
         self.rank, self.size = share.rank, share.size
-        store, timeout = FileStore(str(meeting), share.size), timedelta(seconds=HANG_SECONDS)
-        self._group: Any
-        if device.type == "cuda":
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timeout
-            self._group = dist.ProcessGroupNCCL(store, share.rank, share.size, options)
-        else:
-            gloo: Any = dist.ProcessGroupGloo
-            chosen = gloo._Options()
-            chosen._devices = [gloo.create_device(hostname="127.0.0.1")]
-            chosen._timeout = timeout
-            self._group = gloo(store, share.rank, share.size, chosen)
+        self._group = _group_of(share.rank, share.size, device, meeting)
 
     def sum(self, x: Tensor) -> Tensor:
         """See ``Group``."""
@@ -62,3 +65,59 @@ class TorchGroup:
         except RuntimeError as error:
             raise RanksBroken(ENDED) from error
         return torch.cat(found[0], -1) if self.rank == 0 else None
+
+
+class TorchLine:
+    """A ``Line`` over ``torch.distributed``. Neighbours are the ranks of one slice."""
+
+    def __init__(self, rank: int, grid: Grid, device: torch.device, meeting: Path) -> None:
+        """See ``_group_of``."""
+        self._rank, self._grid, self._device = rank, grid, device
+        self._group = _group_of(rank, grid.size, device, meeting)
+        self._moving: list[tuple[Any, Tensor]] = []
+        self._row: tuple[int, torch.dtype, int] = (0, torch.float32, 0)
+
+    def use(self, stages: Stages, vocab_size: int) -> None:
+        """Learn the shapes and the type of what is received."""
+        self._row = (stages.width, stages.dtype, vocab_size)
+
+    def receive(self, count: int) -> Tensor:
+        """See ``Line``."""
+        width, dtype, _ = self._row
+        x_TW = torch.empty(count, width, dtype=dtype, device=self._device)
+        self._wait(self._group.recv([x_TW], self._rank - self._grid.slices, 0))
+        return x_TW
+
+    def send(self, x_TW: Tensor) -> None:
+        """See ``Line``."""
+        self._give(x_TW, self._rank + self._grid.slices)
+
+    def fetch(self, count: int) -> Tensor:
+        """See ``Line``."""
+        logits_RV = torch.empty(count, self._row[2], device=self._device)
+        last = (self._grid.stages - 1) * self._grid.slices
+        self._moving.append((self._group.recv([logits_RV], last, 1), logits_RV))
+        return logits_RV
+
+    def give(self, logits_RV: Tensor) -> None:
+        """See ``Line``."""
+        self._give(logits_RV, 0, 1)
+
+    def _give(self, x: Tensor, rank: int, tag: int = 0) -> None:
+        x = x.contiguous()
+        try:
+            self._moving.append((self._group.send([x], rank, tag), x))
+        except RuntimeError as error:
+            raise RanksBroken(ENDED) from error
+
+    def settle(self) -> None:
+        """See ``Line``."""
+        moving, self._moving = self._moving, []
+        for work, _ in moving:
+            self._wait(work)
+
+    def _wait(self, work: Any) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise RanksBroken(ENDED) from error

@@ -41,6 +41,7 @@ from quire.blend.calibration import (
 from quire.blend.chunk_matching import LEAST, cuts
 from quire.blend.chunks import ChunkLayout
 from quire.blend.rows_task import RowsPiece, RowsTask
+from quire.contracts.model import num_blocks
 from quire.contracts.store import ObjectKey
 from quire.engine.blending import Blending
 from quire.engine.engine import Engine
@@ -304,7 +305,7 @@ def calibrate(
     engine: Engine, probes: Sequence[BlendProbe], limits: QualityLimits, advance: Advance, *, sampled: bool
 ) -> BlendCalibration:
     """Measure, and choose the check layer. ``advance`` counts each probe twice."""
-    runs, layers = ProbeRuns(engine), len(engine.runner.model.blocks)
+    runs, layers = ProbeRuns(engine), num_blocks(engine.runner.model)
     tried = layers_to_try(layers)
     by_layer = _measure(runs, probes, [(tried[0], 0.0), *((layer, LAYER_RATIO) for layer in tried)], layers, advance)
     layer = choose_layer(by_layer[1:], by_layer[0].mean_kl)

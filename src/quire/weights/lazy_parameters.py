@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -42,15 +42,21 @@ class LazyParameters(Mapping[str, Tensor]):
         dtype: torch.dtype,
         device: torch.device,
         bar: tqdm[Any],
+        own: Collection[str] | None = None,
     ) -> None:
         """``dtype``: of parameters whose places give no other. ``bar`` counts the bytes read.
+        ``own``: those that are here; others are zeros without memory; None: all.
         ``ResourceExhausted`` if the weights do not fit."""
         self._checkpoint, self._bar = checkpoint, bar
-        shapes = parameter_shapes(places)
+        shapes, kept = parameter_shapes(places), parameter_dtypes(places)
+        absent = {} if own is None else {name: shapes.pop(name) for name in list(shapes) if name not in own}
         self._tensors: dict[str, dict[str, Place]] = {name: {} for name in shapes}
         for tensor, place in places.items():
-            self._tensors[place.parameter][tensor] = place
-        self._parameters, self._memories = allocate(shapes, dtype, device, parameter_dtypes(places))
+            if place.parameter in shapes:
+                self._tensors[place.parameter][tensor] = place
+        self._parameters, self._memories = allocate(shapes, dtype, device, kept)
+        for name, shape in absent.items():
+            self._parameters[name] = torch.zeros((), dtype=kept.get(name, dtype), device=device).expand(shape)
         self._unread = set(shapes)
         self._lazy: dict[int, _Lazy] = {}
         self._scratch, self._inside = torch.empty(0, dtype=torch.uint8), ""
