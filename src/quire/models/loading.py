@@ -30,6 +30,7 @@ from quire.models.families import Family, LoadedModel, family_of, is_foreign
 from quire.models.processor import Processor
 from quire.models.quantized import Quantized, read_quantized, without_section
 from quire.models.sources import open_weights, read_config
+from quire.nn.packed import place_late
 from quire.weights.block_panels import KINDS
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.gguf_blocks import SIZES
@@ -140,6 +141,7 @@ def load_model(
                 divide_head(cast(Decoder[Any], model), share)
             if model.pack(replace(kernels, read=weights.read, stored=weights.stored)):
                 logger.info("%s: weights are laid out for this machine's products", path)
+            place_late(model, weights.place)
             weights.materialize()
             model.expanded = weights.expanded()
     if group is not None:

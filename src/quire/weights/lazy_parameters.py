@@ -31,8 +31,9 @@ class LazyParameters(Mapping[str, Tensor]):
 
     ``weights[name]`` is read on access. Linear maps take ``late`` matrices instead, which are
     packed straight from the file if one tensor fills them completely, else from a scratch buffer
-    that the next matrix reuses. Their own memory stays untouched, and so takes no room, unless they
-    are still in use after packing.
+    that the next matrix reuses. On a CPU their own memory stays untouched, and so takes no room,
+    unless they are still in use after packing. On another device, matrices that may stay in the
+    blocks or codes of their file have no memory (``meta``) until ``read`` or ``place``.
     """
 
     def __init__(
@@ -50,7 +51,11 @@ class LazyParameters(Mapping[str, Tensor]):
         self._tensors: dict[str, dict[str, Place]] = {name: {} for name in shapes}
         for tensor, place in places.items():
             self._tensors[place.parameter][tensor] = place
-        self._parameters, self._memories = allocate(shapes, dtype, device, parameter_dtypes(places))
+        self._device, self._placed = device, dict[str, Tensor]()
+        whole = {name: shape for name, shape in shapes.items() if untouched(device) or not self._may_stay(name)}
+        self._parameters, self._memories = allocate(whole, dtype, device, parameter_dtypes(places))
+        absent = {name: shape for name, shape in shapes.items() if name not in whole}
+        self._parameters |= allocate(absent, dtype, torch.device("meta"), parameter_dtypes(places))[0]
         self._unread = set(shapes)
         self._lazy: dict[int, _Lazy] = {}
         self._scratch, self._inside = torch.empty(0, dtype=torch.uint8), ""
@@ -61,7 +66,10 @@ class LazyParameters(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         if name in self._unread:
             self._unread.remove(name)
-            self._fill(name, self._parameters[name])
+            parameter = self._parameters[name]
+            if parameter.is_meta:
+                parameter = self._parameters[name] = self._on_device(parameter)
+            self._fill(name, parameter)
         return self._parameters[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -74,9 +82,10 @@ class LazyParameters(Mapping[str, Tensor]):
         """Return a parameter without values: before ``materialize`` only its shape and type are
         valid, and ``read`` returns its values."""
         parameter = self._parameters[name]
-        if name in self._unread and name in self._memories:
-            memory = self._memories[name]
-            self._lazy[parameter.data_ptr()] = _Lazy(name, parameter.dtype, tuple(parameter.shape), memory)
+        if name in self._unread and (name in self._memories or parameter.is_meta):
+            held = parameter.untyped_storage() if parameter.is_meta else None
+            late = _Lazy(name, parameter.dtype, tuple(parameter.shape), self._memories.get(name), held)
+            self._lazy[_key(parameter)] = late
             return parameter
         return self[name]
 
@@ -85,17 +94,29 @@ class LazyParameters(Mapping[str, Tensor]):
         self._parameters.clear()
 
     def read(self, weight: Tensor) -> Tensor:
-        """Return the values of ``weight``, a parameter or a part of one, until the next call."""
-        late = self._lazy.get(weight.untyped_storage().data_ptr())
+        """Return the values of ``weight``, a parameter or a part of one, until the next call; on
+        another device than a CPU as long as they are in use."""
+        late = self._lazy.get(_key(weight))
         if late is None or late.name not in self._unread:
             return weight
         values = self._values(late)
         return values.as_strided(weight.shape, weight.stride(), values.storage_offset() + weight.storage_offset())
 
+    def place(self, weight: Tensor) -> Tensor:
+        """Return the values of a part of a parameter without memory, which has memory from now on;
+        another tensor as it is."""
+        late = self._lazy.get(_key(weight))
+        if late is None or not weight.is_meta:
+            return weight
+        if late.name not in self._placed:
+            self._placed[late.name] = self._on_device(torch.empty(late.shape, dtype=late.dtype, device="meta"))
+            self._fill(late.name, self._placed[late.name])
+        return self._placed[late.name].as_strided(weight.shape, weight.stride(), weight.storage_offset())
+
     def stored(self, weight: Tensor) -> list[BlockRows] | list[CodeRows]:
         """Return the rows of ``weight``, a matrix or one of a stack, in the blocks or codes of its
         file; empty if it has other formats."""
-        late = self._lazy.get(weight.untyped_storage().data_ptr())
+        late = self._lazy.get(_key(weight))
         if late is None:
             return []
         if late.name in self._unread and (codes := self._codes(late, weight)):
@@ -172,27 +193,37 @@ class LazyParameters(Mapping[str, Tensor]):
         """Read the late parameters that are still in use into their own memory."""
         self._scratch, self._inside = torch.empty(0, dtype=torch.uint8), ""
         self._read_last = "", self._scratch
+        self._placed.clear()
         for late in self._lazy.values():
-            if late.name in self._unread and (memory := late.memory()) is not None:
+            if late.name in self._unread and late.memory is not None and (memory := late.memory()) is not None:
                 self._fill(late.name, torch.from_numpy(memory).view(late.dtype).view(late.shape))
         self._unread.clear()
 
     def _values(self, late: _Lazy) -> Tensor:
         (tensor, place), *others = self._tensors[late.name].items()
-        if not others and place.format.is_plain and place.whole is None:
+        if not others and place.format.is_plain and place.whole is None and late.held is None:
             found = self._checkpoint.source.read(tensor)
             if found.dtype == late.dtype:
                 self._count(late.name)
                 return found
         size = math.prod(late.shape) * late.dtype.itemsize
-        if self._scratch.nbytes < size:
-            self._scratch, self._inside = torch.empty(size, dtype=torch.uint8), ""
+        if self._scratch.nbytes < size or (late.held is not None and self._inside != late.name):
+            scratch = torch.empty(size, dtype=torch.uint8, device="meta")
+            self._scratch, self._inside = self._on_device(scratch), ""
         values = self._scratch[:size].view(late.dtype).view(late.shape)
         if self._inside != late.name:
             self._inside = ""
             self._fill(late.name, values)
             self._inside = late.name
         return values
+
+    def _may_stay(self, name: str) -> bool:
+        return all(isinstance(place.format, GgufBlocks | IntegerCodes) for place in self._tensors[name].values())
+
+    def _on_device(self, parameter: Tensor) -> Tensor:
+        """Return memory for a parameter."""
+        found, _ = allocate({"": parameter.shape}, parameter.dtype, self._device)
+        return found[""]
 
     def _fill(self, name: str, parameter: Tensor) -> None:
         self._filled.add(name)
@@ -213,7 +244,20 @@ class _Lazy:
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    memory: weakref.ref[NDArray[np.uint8]]
+    memory: weakref.ref[NDArray[np.uint8]] | None
+    held: torch.UntypedStorage | None
+    """Of a parameter without memory, so that no other one takes its address."""
+
+
+def _key(weight: Tensor) -> int:
+    """Return the address of a tensor's memory, or of what describes the memory that it lacks."""
+    storage = weight.untyped_storage()
+    return int(storage._cdata) if weight.is_meta else storage.data_ptr()
+
+
+def untouched(device: torch.device) -> bool:
+    """Return True if memory takes no room on a device before it is written."""
+    return device.type == "cpu"
 
 
 def late(parameters: Mapping[str, Tensor], name: str) -> Tensor:

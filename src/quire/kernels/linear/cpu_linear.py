@@ -205,6 +205,10 @@ class NativeMap:
             )
         return y_TO
 
+    def rows(self, outputs_T: Tensor) -> Tensor:
+        """See ``contracts.linear.TableMap``. The form is one of ``reference.EXACT_FORMS``."""
+        return reference.rows_of(self.weights, outputs_T)
+
 
 def _block_parts(weights: PackedMatrix) -> NDArray[np.int64]:
     """Return ``BlockPart`` structures: first panel, kind, first byte."""
