@@ -16,7 +16,7 @@ from torch import Tensor
 from quire import LLM, build
 from quire.base.errors import CheckpointError, InvalidArgument
 from quire.contracts.block_calls import LayerKernels
-from quire.contracts.linear import BlockRows
+from quire.contracts.linear import BlockRows, CodeRows
 from quire.kernels.linear.triton_blocks import FEW, MANY, TritonBlocks, TritonMap, TritonStack
 from quire.models.decoder import Decoder
 from quire.models.fingerprint import kept_formats
@@ -93,6 +93,20 @@ def test_stacks(counts: list[int]) -> None:
     for some, end in zip(parts, ends.tolist(), strict=True):
         near(found[start:end], x[start:end], values_of(some, 64))
         start = end
+
+
+def test_codes_with_zeros_and_another_order() -> None:
+    """As blocks of Q5_0, which hold codes of 4 bits less a zero."""
+    codes = torch.randint(-15, 16, (24, 64), generator=torch.Generator().manual_seed(0)).to(torch.int8)
+    scales, order = torch.rand(24, 2).half(), torch.randperm(64)
+    found = TritonBlocks(DEVICE).pack_codes([CodeRows(4, 32, codes, scales, order)], None, torch.float32)
+    assert found is not None
+    assert found.weights.kinds == (("Q5_0", 24),)
+    wide = torch.empty(24, 64)
+    wide[:, order] = codes.float() * scales.float().repeat_interleave(32, 1)
+    assert torch.equal(unpack(found.weights).cpu(), wide)
+    x = torch.randn(2, 64)
+    near(found(x.to(DEVICE)), x, wide)
 
 
 def test_what_is_not_joined() -> None:

@@ -35,6 +35,8 @@ class PackedMatrix:
     """bfloat16 ``[ceil(O / 32), I / group, 32]``; for "fp8" float32 ``[O, 1]``"""
     kinds: tuple[tuple[str, int], ...] = ()
     """"blocks" and "rows": the formats of consecutive outputs, and their numbers."""
+    order_I: Tensor | None = None
+    """The input of each column of the values; None: they are in order."""
 
     @property
     def nbytes(self) -> int:
@@ -58,15 +60,24 @@ class BlockRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CodeRows:
-    """Rows of a matrix as codes times scales, as a file has them."""
+    """Rows of a matrix as codes times scales, as a file has them, less their zeros."""
 
     bits: int
     group: int
     """Inputs that share a scale."""
     codes_RI: Tensor
-    """int8"""
+    """int8 or int16"""
     scales_Rg: Tensor
     """Of any float type."""
+    order_I: Tensor | None = None
+    """The input of each column, int64; None: they are in order."""
+    name: str = ""
+    """Of the tensor, in errors."""
+
+    def fits(self, least: int, most: int) -> bool:
+        """Return True if all codes are within these bounds."""
+        found = torch.aminmax(self.codes_RI)
+        return int(found.min) >= least and int(found.max) <= most
 
 
 class LinearMap(Protocol):

@@ -33,9 +33,9 @@ from quire.models.sources import open_weights, read_config
 from quire.nn.packed import place_late
 from quire.weights.block_panels import KINDS
 from quire.weights.checkpoint import Checkpoint
+from quire.weights.code_format import CodeFormat
 from quire.weights.gguf_blocks import SIZES
 from quire.weights.gguf_names import is_gguf
-from quire.weights.integer_codes import IntegerCodes
 from quire.weights.lazy_parameters import LazyParameters
 from quire.weights.packed import FORMS
 from quire.weights.places import Place, divided, expand, parameter_dtypes, parameter_shapes
@@ -263,7 +263,7 @@ def _weight_bytes(places: Mapping[str, Place], dtype: torch.dtype, device: torch
     form, in_blocks = kernels.quantization, dict[str, float]()
     if form is None and isinstance(kernels.linear, BlockKernel):
         for place in places.values():
-            if isinstance(place.format, IntegerCodes) and place.format.is_scaled:
+            if isinstance(place.format, CodeFormat):
                 in_blocks[place.parameter] = float(place.format.bits)
             elif place.format.name in KINDS:
                 numbers, size = SIZES[place.format.name]

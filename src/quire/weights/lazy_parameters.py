@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -19,10 +19,10 @@ from tqdm import tqdm
 from quire.base.errors import ResourceExhausted
 from quire.contracts.linear import BlockRows, CodeRows
 from quire.weights.checkpoint import Checkpoint
+from quire.weights.code_format import CodeFormat
 from quire.weights.floats import Floats
 from quire.weights.gguf_blocks import SIZES, GgufBlocks
 from quire.weights.gguf_files import GgufFiles
-from quire.weights.integer_codes import IntegerCodes
 from quire.weights.places import Place, parameter_dtypes, parameter_shapes
 
 
@@ -57,7 +57,7 @@ class LazyParameters(Mapping[str, Tensor]):
         absent = {name: shape for name, shape in shapes.items() if name not in whole}
         self._parameters |= allocate(absent, dtype, torch.device("meta"), parameter_dtypes(places))[0]
         self._unread = set(shapes)
-        self._lazy: dict[int, _Lazy] = {}
+        self._lazy: dict[tuple[bool, int], _Lazy] = {}
         self._scratch, self._inside = torch.empty(0, dtype=torch.uint8), ""
         self._read_last = "", self._scratch
         self._counted: set[str] = set()
@@ -163,20 +163,17 @@ class LazyParameters(Mapping[str, Tensor]):
         inside = [(name, place) for name, place in places if first <= place.row < stop]
         if sum(place.shape[0] for _, place in inside) != len(weight):
             return []
-        found = []
+        found: list[CodeRows] = []
         for name, place in inside:
-            if not isinstance(place.format, IntegerCodes) or not place.format.is_scaled:
+            if not isinstance(place.format, CodeFormat):
                 return []
             stored = {one: self._checkpoint.source.read(one) for one in place.stored(name)}
             where = f"{self._checkpoint.tensors[next(iter(stored))].file}: {name}"
-            rows, columns = (place.whole or place).shape
-            group = place.format.group
-            codes = place.cut_stored(place.format.codes(where, stored, rows, columns, slice(0, rows)), 1)
-            scales = place.format.scales(where, stored, rows, columns).expand(rows, -1)
-            parts = place.cut_stored(scales, group) if group else place.cut_rows(scales)
-            if codes is None or parts is None:
+            made = place.format.code_rows(where, stored, (place.whole or place).shape)
+            made = None if made is None else _cut(made, place)
+            if made is None or not same_order(made, found):
                 return []
-            found.append(CodeRows(place.format.bits, group or place.shape[1], codes, parts))
+            found.append(made)
         self._count(late.name)
         return found
 
@@ -218,7 +215,7 @@ class LazyParameters(Mapping[str, Tensor]):
         return values
 
     def _may_stay(self, name: str) -> bool:
-        return all(isinstance(place.format, GgufBlocks | IntegerCodes) for place in self._tensors[name].values())
+        return all(isinstance(place.format, GgufBlocks | CodeFormat) for place in self._tensors[name].values())
 
     def _on_device(self, parameter: Tensor) -> Tensor:
         """Return memory for a parameter."""
@@ -249,10 +246,32 @@ class _Lazy:
     """Of a parameter without memory, so that no other one takes its address."""
 
 
-def _key(weight: Tensor) -> int:
-    """Return the address of a tensor's memory, or of what describes the memory that it lacks."""
+def _cut(made: CodeRows, place: Place) -> CodeRows | None:
+    """Return the rank's part of rows; None if it does not consist of groups."""
+    if place.whole is None:
+        return made
+    is_whole = made.group == place.whole.shape[1]
+    codes = place.cut_stored(made.codes_RI, 1)
+    scales = place.cut_rows(made.scales_Rg) if is_whole else place.cut_stored(made.scales_Rg, made.group)
+    if codes is None or scales is None or (made.order_I is not None and codes.shape[1] < len(made.order_I)):
+        return None
+    return replace(made, group=codes.shape[1] if is_whole else made.group, codes_RI=codes, scales_Rg=scales)
+
+
+def same_order(made: CodeRows, others: Sequence[CodeRows]) -> bool:
+    """Return True if rows have their columns in the order of others."""
+    for other in others[:1]:
+        if made.order_I is None or other.order_I is None:
+            return made.order_I is other.order_I
+        return torch.equal(made.order_I, other.order_I)
+    return True
+
+
+def _key(weight: Tensor) -> tuple[bool, int]:
+    """Return the address of a tensor's memory, or True and that of what describes the memory that
+    it lacks."""
     storage = weight.untyped_storage()
-    return int(storage._cdata) if weight.is_meta else storage.data_ptr()
+    return weight.is_meta, storage._cdata if weight.is_meta else storage.data_ptr()
 
 
 def untouched(device: torch.device) -> bool:

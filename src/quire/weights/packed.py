@@ -6,6 +6,7 @@ Letters: T rows; O output, I input features; X matrices, P rows of all of them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -64,6 +65,8 @@ def pack(weight_OI: Tensor, form: WeightForm) -> PackedMatrix:
 
 def unpack(packed: PackedMatrix) -> Tensor:
     """Return the values ``[O, I]`` in float32, which is exact for all forms but "fp8"."""
+    if packed.order_I is not None:
+        return unpack(replace(packed, order_I=None))[:, packed.order_I.argsort()]
     if packed.form == "rows":
         return torch.cat([_values(kind, rows_RB) for kind, rows_RB in kept_parts(packed)])
     return unpack_blocks(packed) if packed.form == "blocks" else FORMS[packed.form].unpack(packed)

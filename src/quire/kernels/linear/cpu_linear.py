@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.base.errors import CheckpointError, InvalidArgument
-from quire.contracts.linear import BlockRows, CodeRows, PackedMatrix, WeightForm
+from quire.contracts.linear import BlockRows, CodeRows, LinearMap, PackedMatrix, WeightForm
+from quire.kernels.linear.ordered_map import by_blocks, in_order
 from quire.kernels.linear.packed_memory import PackedMemory
 from quire.kernels.native_library import NativeLibrary, native_library
 from quire.weights import packed as reference
@@ -147,17 +148,19 @@ class NativeLinear:
         bias = None if bias_O is None else bias_O.float().contiguous()
         return NativeMap(self._run, packed, bias, dtype, self.level, self._parallel)
 
-    def pack_codes(self, parts: Sequence[CodeRows], bias_O: Tensor | None, dtype: torch.dtype) -> NativeMap | None:
+    def pack_codes(self, parts: Sequence[CodeRows], bias_O: Tensor | None, dtype: torch.dtype) -> LinearMap | None:
         """See ``contracts.linear.CodeKernel``."""
-        if dtype not in DTYPES or (made := pack_codes(parts)) is None:
+        if dtype not in DTYPES:
             return None
+        if (made := pack_codes(parts)) is None:
+            return by_blocks(self, parts, bias_O, dtype)
         assert made.scales is not None
         values, scales = (self.memory.empty(tuple(one.shape), one.dtype) for one in (made.values, made.scales))
         values.copy_(made.values)
         scales.copy_(made.scales)
         packed = PackedMatrix(made.form, made.outputs, made.inputs, made.group, values, scales)
         bias = None if bias_O is None else bias_O.float().contiguous()
-        return NativeMap(self._run, packed, bias, dtype, self.level, self._parallel)
+        return in_order(NativeMap(self._run, packed, bias, dtype, self.level, self._parallel), parts)
 
 
 class NativeMap:

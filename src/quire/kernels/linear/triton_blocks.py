@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from quire.base.errors import CheckpointError, InvalidArgument
-from quire.contracts.linear import BlockRows, LinearMap, PackedMatrix, WeightForm
+from quire.contracts.linear import BlockRows, CodeRows, LinearMap, PackedMatrix, WeightForm
+from quire.kernels.linear.ordered_map import by_blocks
 from quire.kernels.triton_support import known_dtypes, on_device_of
 from quire.weights.block_panels import GROUP, KINDS
 from quire.weights.gguf_blocks import FP4_VALUES, IQ4_VALUES, SIZES, has_finite_scales
@@ -67,6 +68,10 @@ class TritonBlocks:
         outputs = sum(rows for _, rows in kinds)
         values = torch.cat(found) if len(found) > 1 else found[0].clone()
         return TritonMap(PackedMatrix("rows", outputs, inputs, 0, values, None, kinds), bias_O, dtype, self._table)
+
+    def pack_codes(self, parts: Sequence[CodeRows], bias_O: Tensor | None, dtype: torch.dtype) -> LinearMap | None:
+        """See ``contracts.linear.CodeKernel``."""
+        return by_blocks(self, parts, bias_O, dtype)
 
     def join(self, maps: Sequence[LinearMap]) -> TritonStack | None:
         """See ``contracts.linear.JoiningKernel``."""
