@@ -23,6 +23,7 @@ from quire.weights.code_format import CodeFormat
 from quire.weights.floats import Floats
 from quire.weights.gguf_blocks import SIZES, GgufBlocks
 from quire.weights.gguf_files import GgufFiles
+from quire.weights.mapped_pages import drop_pages
 from quire.weights.places import Place, parameter_dtypes, parameter_shapes
 
 
@@ -170,6 +171,8 @@ class LazyParameters(Mapping[str, Tensor]):
             stored = {one: self._checkpoint.source.read(one) for one in place.stored(name)}
             where = f"{self._checkpoint.tensors[next(iter(stored))].file}: {name}"
             made = place.format.code_rows(where, stored, (place.whole or place).shape)
+            for tensor in stored.values():
+                drop_pages(tensor)
             made = None if made is None else _cut(made, place)
             if made is None or not same_order(made, found):
                 return []

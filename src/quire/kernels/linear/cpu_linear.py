@@ -22,10 +22,13 @@ from quire.kernels.linear.packed_memory import PackedMemory
 from quire.kernels.native_library import NativeLibrary, native_library
 from quire.weights import packed as reference
 from quire.weights.block_panels import GROUP, KINDS, fits_panels
+from quire.weights.mapped_pages import drop_pages
 from quire.weights.panels import pack_codes
 
 PANEL = 32
 """Outputs of a panel."""
+PACKED_AT_ONCE = 1 << 25
+"""Bytes of a weight after which its pages of a file are dropped."""
 FORMS: tuple[WeightForm, ...] = ("float32", "bfloat16", "int8", "int4")
 """Forms that weights are packed in."""
 NUMBERS: tuple[WeightForm, ...] = (*FORMS, "blocks")
@@ -118,10 +121,15 @@ class NativeLinear:
         group = packing.group(inputs)
         values = self.memory.empty(packing.shape(outputs, inputs), packing.dtype)
         scales = self.memory.empty((len(values), inputs // group, PANEL), torch.bfloat16) if group else None
-        self._pack(
-            weight_OI.data_ptr(), int(weight_OI.dtype == torch.bfloat16), weight_OI.stride(0), outputs, inputs, FORMS.index(form), group,
-            values.data_ptr(), None if scales is None else scales.data_ptr(), torch.get_num_threads(), self._parallel,
-        )  # fmt: skip
+        step = max(1, PACKED_AT_ONCE // (PANEL * inputs * weight_OI.itemsize))
+        for panel in range(0, len(values), step):
+            some = weight_OI[panel * PANEL : (panel + step) * PANEL]
+            self._pack(
+                some.data_ptr(), int(some.dtype == torch.bfloat16), some.stride(0), len(some), inputs, FORMS.index(form), group,
+                values[panel:].data_ptr(), None if scales is None else scales[panel:].data_ptr(), torch.get_num_threads(),
+                self._parallel,
+            )  # fmt: skip
+            drop_pages(some)
         packed = PackedMatrix(form, outputs, inputs, group, values, scales)
         bias = None if bias_O is None else bias_O.float().contiguous()
         level = self.bfloat16_level if form == "bfloat16" else self.level
