@@ -26,7 +26,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from checkpoints import checkpoint
 from quire import AsyncLLM, SamplingParams
 from quire.base.errors import DataLoss, QuireError
 from quire.channels.greeting import Trust
@@ -40,6 +39,7 @@ from quire.kv.send_mark import PIECE_BYTES
 from quire.kv.state import State
 from quire.server.handover.decode import DecodeSide
 from quire.server.handover.prefill import PrefillSide
+from quire_bench.checkpoints import checkpoint
 from quire_bench.hardware import measure
 from quire_bench.reports import Spread, interleave, print_json, print_table, random_prompts
 

@@ -194,7 +194,9 @@ def of_chat(album: Album, url: str) -> None:
         for number, question in enumerate(("def median(values):", "def deviation(values):")):
             page.get_by_label("Message", exact=True).fill(question)
             page.keyboard.press("Enter")
-            page.locator(".messages > .role-assistant .why:not([hidden]) > .why-row:not([hidden])").nth(number).wait_for()
+            page.locator(".messages > .role-assistant .why:not([hidden]) > .why-row:not([hidden])").nth(
+                number
+            ).wait_for()
             page.wait_for_timeout(500)
         page.get_by_role("button", name="Branches", exact=True).click()
 

@@ -49,6 +49,7 @@ from quire.kernels.draw.triton_penalties import fastest_penalties
 from quire.kernels.linear.cpu_linear import native_linear
 from quire.kernels.linear.float8 import Float8Linear, float8_problem
 from quire.kernels.linear.low_rank import native_low_rank
+from quire.kernels.linear.triton_blocks import TritonBlocks
 from quire.kernels.malloc import keep_freed_memory
 from quire.kernels.native_library import native_problem
 from quire.kernels.recurrence.cpu_recurrence import native_mixers
@@ -764,7 +765,9 @@ def layer_kernels(device: torch.device, quantization: str | None = None) -> Laye
     if form is not None and (reason := quantization_problem(form, device)):
         raise Unsupported(f"quantization {form!r}: {reason}", field="quantization", given=form)
     if device.type != "cpu":
-        return LayerKernels(None if triton_problem(device) else TritonRows(), Float8Linear() if form else None, form)
+        has_triton = not triton_problem(device)
+        linear = Float8Linear() if form else TritonBlocks(device) if has_triton else None
+        return LayerKernels(TritonRows() if has_triton else None, linear, form)
     return LayerKernels(native_rows(), native_linear(), form, native_blocks(), native_mixers())
 
 

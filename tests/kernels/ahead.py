@@ -27,7 +27,10 @@ from triton.compiler import ASTSource
 
 from quire.contracts.attention import ForwardPlan, Scoring
 from quire.contracts.kv_format import PlainRows
+from quire.contracts.linear import BlockRows
 from quire.contracts.rows import HeadNormWeights, Rotation
+from quire.weights.block_panels import KINDS
+from quire.weights.gguf_blocks import bytes_of_row
 
 TARGET = GPUTarget("cuda", 90, 32)
 TYPES = {
@@ -37,6 +40,7 @@ TYPES = {
     torch.int32: "*i32",
     torch.int64: "*i64",
     torch.uint8: "*u8",
+    torch.int8: "*i8",
     torch.bool: "*i1",
     torch.float64: "*fp64",
     torch.float8_e4m3fn: "*fp8e4nv",
@@ -134,11 +138,14 @@ def launched() -> Iterator[tuple[str, Any, tuple[Any, ...], dict[str, Any]]]:
     from quire.kernels.draw import draw_programs, penalty_programs
     from quire.kernels.draw.triton_draw import TritonDraw
     from quire.kernels.draw.triton_penalties import TritonPenalties
+    from quire.kernels.linear import block_programs
+    from quire.kernels.linear.triton_blocks import TritonBlocks
     from quire.kernels.recurrence import recurrence_programs, triton_recurrence
     from quire.kernels.rows import row_programs
     from quire.kernels.rows import triton_rows as rows_module
 
     names = {
+        block_programs: ("multiply_blocks", "read_rows"),
         attention_programs: ("attend_items", "merge_states"),
         draw_programs: ("sum_blocks", "find_tokens", "count_bins", "choose_bins", "collect_keys", "find_ranked"),
         penalty_programs: ("add_amounts", "penalise"),
@@ -190,6 +197,19 @@ def launched() -> Iterator[tuple[str, Any, tuple[Any, ...], dict[str, Any]]]:
     TritonPenalties().add(seen_SV, places_N, places_N, places_N.int())
     TritonPenalties().penalise(z_WV, seen_SV, torch.zeros(4, 5, dtype=torch.float64))
     yield from recorded("draws")
+    kernel = TritonBlocks(torch.device("cpu"))
+    for kind in KINDS:
+        width = bytes_of_row(kind, 2048)
+        assert width is not None
+        made = kernel.pack_blocks([BlockRows("x", kind, torch.zeros(96, width, dtype=torch.uint8))], 2048, None, dtype)
+        assert made is not None
+        for count in (1, 200):
+            made(torch.zeros(count, 2048, dtype=dtype))
+        made.rows(places_N)
+    stack = kernel.join([made, made, made])
+    assert stack is not None
+    stack(torch.zeros(200, 2048, dtype=dtype), torch.tensor([3, 3, 200], dtype=torch.int32))
+    yield from recorded("blocks")
     triton_recurrence.triton_problem = lambda device: ""
     for case in RECURRENCES:
         recur(*RECURRENCES[case])

@@ -17,6 +17,7 @@ from tests.kernels.test_native_blocks import rows_of_blocks
 
 from quire.base.errors import InvalidArgument
 from quire.contracts.linear import WeightForm
+from quire.kernels.linear import cpu_linear
 from quire.kernels.linear.cpu_linear import EMULATED, FORMS, TILES, WIDE, NativeLinear, native_linear
 from quire.kernels.linear.packed_memory import SLAB
 from quire.kernels.native_library import native_library, native_problem
@@ -74,6 +75,18 @@ def test_layouts_are_those_of_the_reference(form: WeightForm, outputs: int, inpu
             if expected.scales is not None:
                 assert found.scales is not None
                 assert torch.equal(found.scales, expected.scales)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_weight_is_packed_in_parts(form: WeightForm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose last one is no whole panel."""
+    weight = torch.randn(150, 64)
+    whole = kernel().pack(weight, None, form).weights
+    monkeypatch.setattr(cpu_linear, "PACKED_AT_ONCE", 2 * 32 * 64 * 4)
+    parts = kernel().pack(weight, None, form).weights
+    assert torch.equal(parts.values, whole.values)
+    assert (parts.scales is None) == (whole.scales is None)
+    assert parts.scales is None or whole.scales is None or torch.equal(parts.scales, whole.scales)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -126,8 +126,8 @@ def gptq(bits: int, group: int, *, order: bool = False, less_one: bool = True) -
         zeros = codes_of((inputs // group, outputs), generator, int(less_one), most)
         scales = scales_of((inputs // group, outputs), generator, torch.float16, 0.3 / most)
         groups = torch.arange(inputs) // group
-        if order:
-            groups = groups[torch.randperm(inputs, generator=generator)]
+        if order:  # which activations make, the same for all maps of an input
+            groups = groups[torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs))]
         values = (codes - zeros[groups]).half() * scales[groups]
         tensors = {
             f"{name}.qweight": words_of(codes.mT.tolist(), bits).mT.contiguous(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,23 @@ from torch import Tensor
 
 from quire import LLM
 from quire.contracts.linear import CodeRows, WeightForm
+from quire.kernels.linear.cpu_linear import native_linear
 from quire.kernels.native_library import native_library
 from quire.models.fingerprint import kept_formats, model_fingerprint
 from quire.nn.experts import ExpertLinear
 from quire.nn.packed import KernelLinear
+from quire.weights.awq import Awq
+from quire.weights.code_format import CodeFormat
+from quire.weights.gptq import Gptq
+from quire.weights.integer_codes import IntegerCodes
+from quire.weights.lazy_parameters import LazyParameters
 from quire.weights.packed import FORMS, unpack
 from quire.weights.panels import codes_of, pack_codes
 from quire.weights.safetensors_files import SINGLE_FILE
 
 from .conftest import Case, make_checkpoint
-from .quantized_writer import Layout, compressed, scheme, section, write_quantized
+from .quantized_writer import Layout, awq, compressed, gptq, scheme, section, write_quantized
+from .test_quantized import AWQ, GPTQ
 
 native = pytest.mark.skipif(native_library() is None, reason="needs the C++ library")
 MODEL = Case("kept", "Qwen3", {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_hidden_layers": 2})
@@ -136,23 +144,91 @@ def test_a_kept_model_is_the_expanded_one(tmp_path: Path, case: Case, bits: int,
         assert kept_formats(scores_of(quantized, quantization="int8")[1]) == []
 
 
+ORDERED = section("pack-quantized", {"a": scheme(4, 32)})
+ASYMMETRIC = section("pack-quantized", {"a": scheme(4, 32, symmetric=False)})
+LAYOUTS: dict[str, tuple[Layout, dict[str, Any], str, CodeFormat]] = {
+    "awq": (awq(32), AWQ, "Q5_0", Awq(32)),
+    "gptq-4": (gptq(4, 32), GPTQ, "Q5_0", Gptq(4, 32)),
+    "gptq-4-v2": (gptq(4, 64, less_one=False), {**GPTQ, "checkpoint_format": "gptq_v2", "group_size": 64}, "Q5_0", Gptq(4, 64, False)),
+    "gptq-4-order": (gptq(4, 32, order=True), {**GPTQ, "desc_act": True}, "Q5_0", Gptq(4, 32, has_order=True)),
+    "gptq-2": (gptq(2, 32), {**GPTQ, "bits": 2}, "Q4_0", Gptq(2, 32)),
+    "zeros": (compressed(4, 32, zeros=True), ASYMMETRIC, "Q5_0", IntegerCodes(4, 32, True, has_zeros=True)),
+    "order": (compressed(4, 32, order=True), section("pack-quantized", {"a": scheme(4, 32)}), "int4", IntegerCodes(4, 32, True, has_order=True)),
+    "float16": (compressed(4, 32, dtype=torch.float16), section("pack-quantized", {"a": scheme(4, 32)}), "Q4_0", IntegerCodes(4, 32, True)),
+    "3 bits": (compressed(3, 32), section("pack-quantized", {"a": scheme(3, 32)}), "Q4_0", IntegerCodes(3, 32, True)),
+    "lowest": (compressed(8, 32), section("pack-quantized", {"a": scheme(8, 32)}), "Q8_0", IntegerCodes(8, 32, True)),
+}  # fmt: skip
+"""With the form of their rows."""
+
+
+@native
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_kept_values_are_the_expanded_ones_before_they_are_rounded(name: str) -> None:
+    """To the type of the scales: a code of 9 bits times a scale of 11 is exact in float32."""
+    layout, _, form, format = LAYOUTS[name]
+    tensors, _ = layout("x", 40, 128, torch.Generator().manual_seed(0))
+    stored = {one: tensors[one] for one in format.stored("x.weight", (40, 128))}
+    rows, kernel = format.code_rows("x", stored, (40, 128)), native_linear()
+    assert rows is not None
+    assert kernel is not None
+    made = kernel.pack_codes([rows], None, torch.float32)
+    assert made is not None
+    assert form == (made.weights.form if form.startswith("int") else made.weights.kinds[0][0])
+    wanted = torch.empty(40, 128)
+    format.expand("x", stored, wanted)
+    assert torch.equal(unpack(made.weights).to(rows.scales_Rg.dtype).float(), wanted)
+    # Sums of 128 terms in float32, each within half a unit of the sum of absolute terms.
+    x = torch.randn(3, 128, generator=torch.Generator().manual_seed(1))
+    off = made(x).double() - x.double() @ unpack(made.weights).double().T
+    assert (off.abs() <= x.abs() @ unpack(made.weights).abs().T * 128 * 2.0**-24).all()
+
+
+def unrounded(self: CodeFormat, name: str, stored: Mapping[str, Tensor], out: Tensor) -> None:
+    made = self.code_rows(name, stored, tuple(out.shape))
+    assert made is not None
+    values = made.codes_RI.float() * made.scales_Rg.float().repeat_interleave(made.group, 1)
+    out[:, slice(None) if made.order_I is None else made.order_I] = values
+
+
+@native
+@pytest.mark.parametrize("name", ["awq", "gptq-4-order", "gptq-2"])
+@pytest.mark.parametrize("case", [MODEL, EXPERTS], ids=["dense", "experts"])
+def test_models_of_other_layouts_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, case: Case
+) -> None:
+    layout, given, _, format = LAYOUTS[name]
+    path = make_checkpoint(case, tmp_path / "model").path
+    quantized, _ = write_quantized(path, tmp_path, layout, given)
+    found, model = scores_of(quantized)
+    assert kept_formats(model) == [format.name]
+    assert model.expanded == {}
+    monkeypatch.setattr(CodeFormat, "expand", unrounded)
+    monkeypatch.setattr(LazyParameters, "stored", lambda *_: [])
+    # Two float32 forwards of the same weights.
+    torch.testing.assert_close(found, scores_of(quantized)[0], rtol=1e-4, atol=1e-4)
+
+
 @native
 @pytest.mark.parametrize(
-    ("layout", "group"),
+    ("layout", "given"),
     [
-        (compressed(4, 32, zeros=True), scheme(4, 32, symmetric=False)),
-        (compressed(4, 32, order=True), scheme(4, 32)),
-        (compressed(4, 32, dtype=torch.float16), scheme(4, 32)),
-        (compressed(3, 32), scheme(3, 32)),
-        (compressed(8, 32), scheme(8, 32)),
+        (compressed(4, 16, zeros=True), section("pack-quantized", {"a": scheme(4, 16, symmetric=False)})),
+        (compressed(4, 32, dtype=torch.float32), section("pack-quantized", {"a": scheme(4, 32)})),
+        (compressed(8, 32, zeros=True), section("pack-quantized", {"a": scheme(8, 32, symmetric=False)})),
+        (compressed(4, 32, order=True), ORDERED),
     ],
-    ids=["zeros", "order", "scales", "bits", "lowest"],
+    ids=["groups", "scales", "range", "orders"],
 )
-def test_what_no_form_holds_is_expanded(tmp_path: Path, layout: Layout, group: dict[str, Any]) -> None:
+def test_what_no_form_holds_is_expanded(tmp_path: Path, layout: Layout, given: dict[str, Any]) -> None:
+    """Groups of 16 with zeros; scales that are no 16-bit floats; codes of 9 bits; fused maps that
+    order their inputs each in its own way."""
     path = make_checkpoint(MODEL, tmp_path / "model").path
-    quantized, plain = write_quantized(path, tmp_path, layout, section("pack-quantized", {"a": group}))
+    quantized, plain = write_quantized(path, tmp_path, layout, given)
     found, model = scores_of(quantized)
-    # The same float32 products; only the layout of the weights may differ.
-    torch.testing.assert_close(found, scores_of(plain)[0], rtol=1e-5, atol=1e-5)
-    assert kept_formats(model) == []
     assert model.expanded
+    if given is ORDERED:  # the other maps are kept, and not rounded
+        assert kept_formats(model) == ["int4 group 32"]
+    else:
+        # The same float32 products; only the layout of the weights may differ.
+        torch.testing.assert_close(found, scores_of(plain)[0], rtol=1e-5, atol=1e-5)
+        assert kept_formats(model) == []

@@ -12,10 +12,10 @@ from typing import Literal, Protocol, TypeAlias, runtime_checkable
 import torch
 from torch import Tensor
 
-WeightForm: TypeAlias = Literal["float32", "bfloat16", "int8", "int4", "fp8", "blocks"]
+WeightForm: TypeAlias = Literal["float32", "bfloat16", "int8", "int4", "fp8", "blocks", "rows"]
 """The form of a stored weight. "int8" and "int4": codes with one bfloat16 scale for a group of
 inputs. "fp8": float8_e4m3fn with one float32 scale for each output. "blocks": codes and scales of a
-GGUF file."""
+GGUF file, in panels; "rows": the same as they lie in the file."""
 
 Quantization: TypeAlias = Literal["int8", "int4", "fp8"]
 
@@ -34,7 +34,9 @@ class PackedMatrix:
     scales: Tensor | None
     """bfloat16 ``[ceil(O / 32), I / group, 32]``; for "fp8" float32 ``[O, 1]``"""
     kinds: tuple[tuple[str, int], ...] = ()
-    """"blocks": the formats of consecutive outputs, and their numbers."""
+    """"blocks" and "rows": the formats of consecutive outputs, and their numbers."""
+    order_I: Tensor | None = None
+    """The input of each column of the values; None: they are in order."""
 
     @property
     def nbytes(self) -> int:
@@ -58,15 +60,24 @@ class BlockRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CodeRows:
-    """Rows of a matrix as codes times scales, as a file has them."""
+    """Rows of a matrix as codes times scales, as a file has them, less their zeros."""
 
     bits: int
     group: int
     """Inputs that share a scale."""
     codes_RI: Tensor
-    """int8"""
+    """int8 or int16"""
     scales_Rg: Tensor
     """Of any float type."""
+    order_I: Tensor | None = None
+    """The input of each column, int64; None: they are in order."""
+    name: str = ""
+    """Of the tensor, in errors."""
+
+    def fits(self, least: int, most: int) -> bool:
+        """Return True if all codes are within these bounds."""
+        found = torch.aminmax(self.codes_RI)
+        return int(found.min) >= least and int(found.max) <= most
 
 
 class LinearMap(Protocol):
@@ -78,6 +89,15 @@ class LinearMap(Protocol):
         """Map ``[T, I]`` to a fresh ``[T, O]`` of the same dtype. Sums are in float32. On a CPU a
         row's result is the same to the bit whatever other rows there are, on any number of threads.
         """
+        ...
+
+
+@runtime_checkable
+class TableMap(LinearMap, Protocol):
+    """A map whose weights are also read row by row, such as a tied head."""
+
+    def rows(self, outputs_T: Tensor) -> Tensor:
+        """Return rows ``[T, I]`` of the weights by output number, int64 in 0..O-1."""
         ...
 
 
@@ -157,4 +177,14 @@ class StackKernel(Protocol):
     def pack_stack(self, weight_XOI: Tensor, form: WeightForm) -> LinearStack:
         """Return the maps for activations of the weight's dtype. They hold no reference to the
         weight."""
+        ...
+
+
+@runtime_checkable
+class JoiningKernel(Protocol):
+    """A ``LinearKernel`` that runs maps which it has packed one by one in one call."""
+
+    def join(self, maps: Sequence[LinearMap]) -> LinearStack | None:
+        """Return a stack of these maps, without their biases, over their memory; None if it has no
+        product for them together."""
         ...

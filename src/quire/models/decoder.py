@@ -42,7 +42,6 @@ from quire.nn.mlp import GatedMLP
 from quire.nn.norm import LayerNorm, LayerNormPerHead, RMSNorm
 from quire.nn.packed import KernelLinear, kept, pack_maps, packed
 from quire.weights.lazy_parameters import late
-from quire.weights.packed import EXACT_FORMS
 from quire.weights.places import NameTable
 
 AttentionSpec: TypeAlias = FullAttention | WindowedAttention
@@ -194,10 +193,11 @@ class Trunk:
         self.formats: Mapping[str, int] = {}
         self.expanded: Mapping[str, int] = {}
         self.dtype = self.embedding.weight.dtype
-        self.device = self.embedding.weight.device
-        self.num_parameters = sum(late(parameters, name).numel() for name in parameters)
+        every = [late(parameters, name) for name in parameters]
+        self.device = next((one.device for one in every if not one.is_meta), torch.device("cpu"))
+        self.num_parameters = sum(one.numel() for one in every)
         """A tensor shared by embedding and head counts once."""
-        self.parameter_bytes = sum(late(parameters, name).nbytes for name in parameters)
+        self.parameter_bytes = sum(one.nbytes for one in every)
         self.quantization: str | None = None
         self.stack: JoinedStack | None = None
 
@@ -229,19 +229,14 @@ class Trunk:
         head = packed(self.lm_head, kernels.of_head()) if is_here else self.lm_head
         if head is not self.lm_head:
             replaces = self.lm_head.weight is not self.embedding.weight
-            if isinstance(head, KernelLinear) and head.map.weights.form in EXACT_FORMS and not replaces:
-                self.embedding.share(head.map)
+            if isinstance(head, KernelLinear) and not replaces and self.embedding.share(head.map):
                 replaces = True
             self.parameter_bytes += head.weight_bytes - (self.lm_head.weight_bytes if replaces else 0)
         elif not grown and (is_here or kernels.linear is None):
             return False
         table = self.embedding.weight
-        if (
-            not table.is_meta
-            and (rows := kept(Linear(table), kernels)) is not None
-            and rows.weights.form in EXACT_FORMS
-        ):
-            self.embedding.share(rows)
+        rows = kept(Linear(table), kernels) if self.embedding.rows is None else None
+        if rows is not None and self.embedding.share(rows):
             self.parameter_bytes += rows.weights.nbytes - table.nbytes
         self.lm_head, self.quantization = head, kernels.quantization
         plain = self._logit_scale == 1.0 and self._logit_softcap is None and self.stages is None

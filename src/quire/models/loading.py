@@ -31,11 +31,12 @@ from quire.models.processor import Processor
 from quire.models.quantized import Quantized, read_quantized, without_section
 from quire.models.sources import open_weights, read_config
 from quire.models.stages import check_stages, names_of, owners_of, ranges_of, row_of, stage_config
+from quire.nn.packed import place_late
 from quire.weights.block_panels import KINDS
 from quire.weights.checkpoint import Checkpoint
+from quire.weights.code_format import CodeFormat
 from quire.weights.gguf_blocks import SIZES
 from quire.weights.gguf_paths import is_gguf
-from quire.weights.integer_codes import IntegerCodes
 from quire.weights.lazy_parameters import LazyParameters
 from quire.weights.packed import FORMS
 from quire.weights.places import Place, divided, expand, parameter_dtypes, parameter_shapes
@@ -161,6 +162,7 @@ def load_model(
                     divide_head(cast(Decoder[Any], model), share)
             if model.pack(replace(kernels, read=weights.read, stored=weights.stored)):
                 logger.info("%s: weights are laid out for this machine's products", path)
+            place_late(model, weights.place)
             weights.materialize()
             model.expanded = weights.expanded()
     if group is not None:
@@ -322,7 +324,7 @@ def _weight_bytes(
     form, in_blocks = kernels.quantization, dict[str, float]()
     if form is None and isinstance(kernels.linear, BlockKernel):
         for place in places.values():
-            if isinstance(place.format, IntegerCodes) and place.format.is_scaled:
+            if isinstance(place.format, CodeFormat):
                 in_blocks[place.parameter] = float(place.format.bits)
             elif place.format.name in KINDS:
                 numbers, size = SIZES[place.format.name]

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from quire.contracts.linear import LinearMap
-from quire.weights.packed import rows_of, unpack
+from quire.contracts.linear import LinearMap, TableMap
+from quire.weights.packed import EXACT_FORMS, unpack
 
 
 class EmbeddingTerm(Protocol):
@@ -28,14 +29,17 @@ class Embedding:
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
-        self.rows: LinearMap | None = None
+        self.rows: TableMap | None = None
         """The map whose weights are the table; None: ``weight``."""
         self.low_rank: EmbeddingTerm | None = None
 
-    def share(self, rows: LinearMap) -> None:
-        """Replace the table by packed weights, such as a tied head's, which hold the same values
-        exactly (``EXACT_FORMS``). ``weight`` then has only shape and dtype."""
-        self.rows, self.weight = rows, self.weight.to("meta")
+    def share(self, rows: LinearMap) -> bool:
+        """Replace the table by packed weights, such as a tied head's, if they hold the same values
+        exactly; return whether they do. ``weight`` then has only shape and dtype."""
+        if rows.weights.form not in EXACT_FORMS or not isinstance(rows, TableMap):
+            return False
+        self.rows, self.weight = rows, torch.empty_like(self.weight, device="meta")
+        return True
 
     def plain_weight(self) -> Tensor:
         """Return the table ``[V, E]`` as rows, packed or not."""
@@ -46,7 +50,7 @@ class Embedding:
         if self.rows is None:
             x_TE = self.weight.index_select(0, tokens_T)
         else:
-            x_TE = rows_of(self.rows.weights, tokens_T).to(self.weight.dtype)
+            x_TE = self.rows.rows(tokens_T).to(self.weight.dtype)
         if self.low_rank is not None:
             self.low_rank.apply_to(x_TE, tokens_T)
         return x_TE

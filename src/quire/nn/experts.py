@@ -20,11 +20,11 @@ from torch import Tensor
 
 from quire.base.errors import Unsupported
 from quire.contracts.block_calls import LayerKernels
-from quire.contracts.linear import LinearStack, StackKernel
+from quire.contracts.linear import JoiningKernel, LinearStack, StackKernel
 from quire.contracts.rows import ActivationName, RowKernels
 from quire.nn.linear import Linear
 from quire.nn.mlp import GatedMLP, SquaredMLP
-from quire.nn.packed import pack_maps, packed
+from quire.nn.packed import KernelLinear, pack_maps, packed
 from quire.ops.experts import Routing, route
 from quire.ops.rows import REFERENCE_ROWS
 
@@ -103,8 +103,8 @@ class Router:
 class ExpertLinear:
     """X linear maps of one shape: ``weight [X, O, I]``, possibly transposed, ``bias [X, O]`` or
     None. ``maps[x]`` is a ``Linear`` over a slice of ``weight``. After ``pack``, ``weight`` is
-    None, and either each map has its own packed weight or ``stack`` holds all packed weights and
-    ``maps`` is empty."""
+    None, and each map has its own packed weight, or ``maps`` is empty; ``stack``: one call of them
+    all."""
 
     __slots__ = ("bias", "count", "maps", "name", "stack", "weight")
 
@@ -165,6 +165,10 @@ class ExpertLinear:
         grown = sum(one.weight_bytes for one in maps) - sum(one.weight_bytes for one in self.maps)
         if maps[0] is not self.maps[0]:
             self.maps, self.weight = maps, None
+            if isinstance(kernels.linear, JoiningKernel):
+                self.stack = kernels.linear.join([one.map for one in maps if isinstance(one, KernelLinear)])
+        elif kernels.read is not None and self.weight.is_meta:
+            self.__init__(kernels.read(self.weight), self.bias, self.name)  # type: ignore[misc]
         return grown
 
 

@@ -11,7 +11,7 @@ Letters: T rows, I input features, O output features.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -67,7 +67,7 @@ class KernelLinear(Linear):
     __slots__ = ("map",)
 
     def __init__(self, plain: Linear, made: LinearMap) -> None:
-        super().__init__(plain.weight.to("meta"), plain.bias, plain.name)
+        super().__init__(torch.empty_like(plain.weight, device="meta"), plain.bias, plain.name)
         self.map = made
 
     @property
@@ -90,6 +90,8 @@ def packed(plain: Linear, kernels: LayerKernels = PLAIN) -> Linear:
     """Return the map in the form of the given kernels, else packed by oneDNN, else unchanged."""
     if (made := kept(plain, kernels)) is not None:
         return KernelLinear(plain, made)
+    if plain.weight.device.type != "cpu" and kernels.quantization is None:
+        return plain  # PyTorch's products are the best of floats there
     weight = plain.weight if kernels.read is None else kernels.read(plain.weight)
     if (kernel := kernels.linear) is not None:
         form: WeightForm | None = kernels.quantization
@@ -143,3 +145,16 @@ def parts_of(layer: object) -> Iterator[tuple[str, object]]:
     slots = [name for kind in type(layer).__mro__ for name in getattr(kind, "__slots__", ())]
     for name in (*slots, *getattr(layer, "__dict__", ())):
         yield name, getattr(layer, name, None)
+
+
+def place_late(part: object, place: Callable[[Tensor], Tensor]) -> None:
+    """Give memory to the tensors of a layer that have none; ``LazyParameters.place``."""
+    if isinstance(part, list | tuple):
+        for one in part:
+            place_late(one, place)
+    elif type(part).__module__.startswith(LAYERS):
+        for name, value in parts_of(part):
+            if isinstance(value, Tensor) and value.is_meta:
+                object.__setattr__(part, name, place(value))
+            else:
+                place_late(value, place)

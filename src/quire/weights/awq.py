@@ -12,21 +12,23 @@ import torch
 from torch import Tensor
 
 from quire.contracts.weights import StoredTensor
+from quire.weights.code_format import EIGHT, CodeFormat
 from quire.weights.scaled_float8 import matrix
-from quire.weights.scales import Shape, check_finite, parts, whole, write
+from quire.weights.scales import Shape, check_finite, whole
 
 ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """The place in a word, from the lowest bits on, of each of eight outputs (the layout "gemm")."""
 
 
 @dataclass(frozen=True, slots=True)
-class Awq:
+class Awq(CodeFormat):
     """``NAME.qweight`` int32 ``[I, O / 8]``, ``NAME.qzeros`` int32 ``[g, O / 8]`` and
     ``NAME.scales`` ``[g, O]``."""
 
     group: int
     """Inputs that share a scale; 0: all."""
-    is_plain: bool = False
+
+    bits: int = 4
 
     @property
     def name(self) -> str:
@@ -38,21 +40,26 @@ class Awq:
         rows, columns = matrix(self.name, name, shape)
         base, groups = name.removesuffix(".weight"), whole(columns, self.group or columns)
         return {
-            f"{base}.qweight": StoredTensor(shape=(columns, whole(rows, 8)), dtypes=("I32",)),
-            f"{base}.qzeros": StoredTensor(shape=(groups, whole(rows, 8)), dtypes=("I32",)),
+            f"{base}.qweight": StoredTensor(shape=(columns, whole(rows, EIGHT)), dtypes=("I32",)),
+            f"{base}.qzeros": StoredTensor(shape=(groups, whole(rows, EIGHT)), dtypes=("I32",)),
             f"{base}.scales": StoredTensor(shape=(groups, rows), dtypes=("F16", "BF16", "F32")),
         }
 
-    def expand(self, name: str, stored: Mapping[str, Tensor], out: Tensor) -> None:
-        """See ``WeightFormat``. Values are rounded to the element type of the scales."""
-        words, zeros, scales_gO = stored.values()
-        rows, columns = out.shape
+    def codes(self, name: str, stored: Mapping[str, Tensor], shape: Shape, groups_I: Tensor, some: slice) -> Tensor:
+        """See ``CodeFormat``."""
+        words, zeros, _ = stored.values()
+        found = words[:, some.start // EIGHT : whole(some.stop, EIGHT)]
+        return (_codes(found, some.stop - some.start) - _codes(zeros, shape[0])[:, some][groups_I]).mT
+
+    def scales(self, name: str, stored: Mapping[str, Tensor], shape: Shape) -> Tensor:
+        """See ``CodeFormat``."""
+        scales_gO = list(stored.values())[2]
         check_finite(name, scales_gO)
-        group, zeros_gO = self.group or columns, _codes(zeros, rows)
-        for some in parts(columns, rows, group):
-            groups = torch.arange(some.start, some.stop) // group
-            codes = (_codes(words[some], rows) - zeros_gO[groups]).to(scales_gO.dtype)
-            write(name, (codes * scales_gO[groups]).mT, out[:, some])
+        return scales_gO.mT
+
+    def order(self, stored: Mapping[str, Tensor]) -> Tensor | None:
+        """See ``CodeFormat``."""
+        return None
 
 
 def _codes(words: Tensor, outputs: int) -> Tensor:

@@ -21,8 +21,10 @@ from quire.base.errors import CheckpointError
 from quire.contracts.weights import StoredTensor, WeightSource
 from quire.weights.floats import DTYPES, Floats
 from quire.weights.gguf_blocks import BLOCKS, SIZES
+from quire.weights.mapped_pages import drop_pages
 from quire.weights.places import Place
 from quire.weights.safetensors_files import some
+from quire.weights.scales import parts
 
 FURTHER_SIZES: Mapping[str, tuple[int, int]] = {
     **dict.fromkeys(("BOOL", "F8_E4M3", "F8_E5M2", "F8_E8M0"), (1, 1)),
@@ -114,8 +116,11 @@ class Checkpoint:
         """Return whether two tables have the same values. Reads both."""
         if self.tensors[first].shape != self.tensors[second].shape:
             return False
-        parts = zip(*(torch.split(self.source.read(name), _COMPARED) for name in (first, second)), strict=True)
-        return all(torch.equal(one.float(), other.float()) for one, other in parts)
+        tables = [self.source.read(name) for name in (first, second)]
+        pairs = zip(*(torch.split(table, _COMPARED) for table in tables), strict=True)
+        return all(
+            torch.equal(one.float(), other.float()) and drop_pages(one) + drop_pages(other) >= 0 for one, other in pairs
+        )
 
     def untied(self, head: str, embedding: str) -> CheckpointError:
         """Return the error of a stored head that contradicts ``tie_word_embeddings``."""
@@ -142,14 +147,20 @@ class Checkpoint:
         out = parameter.narrow(0, place.row, place.shape[0])
         stored = {one: self.source.read(one) for one in place.stored(name)}
         label = f"{self.tensors[next(iter(stored))].file}: {name}"
+        if place.format.is_plain and place.shape:
+            values = place.cut(stored[name])
+            for some in parts(len(values), values[:1].numel()):
+                place.format.expand(label, {name: values[some]}, out[some])
+                drop_pages(values[some])
+            return
         if place.whole is None:
             place.format.expand(label, stored, out)
-        elif place.format.is_plain:
-            place.format.expand(label, {name: place.cut(stored[name])}, out)
         else:
             whole = torch.empty(place.whole.shape, dtype=out.dtype, device=out.device)
             place.format.expand(label, stored, whole)
             out.copy_(place.cut(whole))
+        for tensor in stored.values():
+            drop_pages(tensor)
 
     def nbytes(self, names: Iterable[str]) -> int:
         """Return the bytes of tensors in their files."""

@@ -101,6 +101,25 @@ FP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 """Twice the values of E2M1."""
 
 
+HALVES: Mapping[str, tuple[int, ...]] = {
+    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q6_K": (208,),
+}
+"""Where the float16 numbers of a block stand, if not at 0 only."""
+MOST_POWER = 252
+"""The largest scale of MXFP4 with which all values are finite."""
+
+
+def has_finite_scales(kind: str, rows_RB: Tensor) -> bool:
+    """Return True if all values of rows of blocks are finite."""
+    blocks_NB = rows_RB.reshape(-1, SIZES[kind][1])
+    if kind == "MXFP4":
+        return not bool((blocks_NB[:, 0] > MOST_POWER).any())
+    return all(bool((blocks_NB[:, place + 1] & 0x7C != 0x7C).all()) for place in HALVES.get(kind, (0,)))
+
+
 def bytes_of_row(kind: str, numbers: int) -> int | None:
     """Return the bytes of a row; None if the format has no rows of this length."""
     block, size = SIZES[kind]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,10 @@ from quire.contracts.weights import TensorHeader, WeightFormat
 from quire.weights.floats import DTYPES, FLOATS
 from quire.weights.gguf_blocks import BLOCKS, GgufBlocks
 from quire.weights.gguf_container import GgufParts
+from quire.weights.mapped_pages import drop_pages
+
+SMALL = 1 << 16
+"""Numbers of a tensor such as a norm."""
 
 
 def _same(tensor: Tensor) -> Tensor:
@@ -33,6 +38,12 @@ class Origin:
     tensors: tuple[str, ...]
     change: Callable[..., Tensor] = _same
     expanded: bool = False
+
+
+def _like(shape: tuple[int, ...]) -> Tensor:
+    """Return a tensor of a shape, with values if it is small: PyTorch imports 900 modules for
+    arithmetic without them."""
+    return torch.ones(shape) if math.prod(shape) <= SMALL else torch.empty(shape, device="meta")
 
 
 class GgufFiles:
@@ -72,9 +83,14 @@ class GgufFiles:
     def read(self, name: str) -> Tensor:
         """See ``WeightSource``. Blocks are rows of bytes."""
         origin = self._origins[name]
-        if not self._expands(origin):
-            return origin.change(*map(self._raw, origin.tensors))
-        return origin.change(*map(self._expanded, origin.tensors))
+        if self._expands(origin):
+            return origin.change(*map(self._expanded, origin.tensors))
+        raw = [self._raw(one) for one in origin.tensors]
+        made = origin.change(*raw)
+        if not self.is_mapped(made):
+            for tensor in raw:
+                drop_pages(tensor)
+        return made
 
     def is_mapped(self, tensor: Tensor) -> bool:
         """Return True if a tensor that was read is a part of a map itself, not a copy."""
@@ -94,7 +110,7 @@ class GgufFiles:
         headers = [self._parts.header(one) for one in origin.tensors]
         file = self._parts.places[origin.tensors[0]].path
         try:
-            shape = origin.change(*(torch.empty(header.shape, device="meta") for header in headers)).shape
+            shape = origin.change(*(_like(header.shape) for header in headers)).shape
         except (RuntimeError, ValueError, IndexError) as error:
             shapes = " and ".join(str(list(header.shape)) for header in headers)
             raise CheckpointError(
@@ -125,5 +141,7 @@ class GgufFiles:
         values = torch.empty(header.shape)
         name = f"{self._parts.places[tensor].path}: {tensor}"
         form = FLOATS if header.type in DTYPES else GgufBlocks(header.type)
-        form.expand(name, {tensor: self._raw(tensor)}, values)
+        raw = self._raw(tensor)
+        form.expand(name, {tensor: raw}, values)
+        drop_pages(raw)
         return values

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from quire.contracts.weights import StoredTensor
-from quire.weights.integer_codes import checked_groups
+from quire.weights.code_format import CodeFormat
 from quire.weights.scaled_float8 import matrix
-from quire.weights.scales import Shape, check_finite, parts, whole, write
+from quire.weights.scales import Shape, check_finite, whole
 
 
 @dataclass(frozen=True, slots=True)
-class Gptq:
+class Gptq(CodeFormat):
     """``NAME.qweight`` int32 ``[W, O]``, ``NAME.qzeros`` int32 ``[g, W]``, ``NAME.scales``
     ``[g, O]`` and perhaps ``NAME.g_idx`` ``[I]``."""
 
@@ -30,7 +30,6 @@ class Gptq:
     zeros_less_one: bool = True
     """Whether zeros are stored less 1 (the format "gptq"; "gptq_v2" has them as they are)."""
     has_order: bool = False
-    is_plain: bool = False
 
     @property
     def name(self) -> str:
@@ -51,23 +50,25 @@ class Gptq:
             found[f"{base}.g_idx"] = StoredTensor(shape=(columns,), dtypes=("I32", "I64"))
         return found
 
-    def expand(self, name: str, stored: Mapping[str, Tensor], out: Tensor) -> None:
-        """See ``WeightFormat``. Values are rounded to the element type of the scales."""
-        words, zeros, scales_gO, *order = stored.values()
-        rows, columns = out.shape
-        check_finite(name, scales_gO)
-        zeros_gO = self._codes(zeros, rows)
+    def codes(self, name: str, stored: Mapping[str, Tensor], shape: Shape, groups_I: Tensor, some: slice) -> Tensor:
+        """See ``CodeFormat``."""
+        words, zeros, *_ = stored.values()
+        zeros_gO = self._unpacked(zeros, shape[0])
         if self.zeros_less_one:
             zeros_gO = zeros_gO + 1 & (1 << self.bits) - 1
-        groups = torch.arange(columns) // (self.group or columns)
-        if order:
-            groups = checked_groups(name, order[0], len(scales_gO))
-        for some in parts(columns, rows, 32):
-            stretch = words[some.start * self.bits // 32 : whole(some.stop * self.bits, 32)]
-            codes = self._codes(stretch.mT, some.stop - some.start).mT - zeros_gO[groups[some]]
-            write(name, (codes.to(scales_gO.dtype) * scales_gO[groups[some]]).mT, out[:, some])
+        return self._unpacked(words[:, some].mT, shape[1]) - zeros_gO[:, some].mT[:, groups_I]
 
-    def _codes(self, words: Tensor, count: int) -> Tensor:
+    def scales(self, name: str, stored: Mapping[str, Tensor], shape: Shape) -> Tensor:
+        """See ``CodeFormat``."""
+        scales_gO = list(stored.values())[2]
+        check_finite(name, scales_gO)
+        return scales_gO.mT
+
+    def order(self, stored: Mapping[str, Tensor]) -> Tensor | None:
+        """See ``CodeFormat``."""
+        return list(stored.values())[3] if self.has_order else None
+
+    def _unpacked(self, words: Tensor, count: int) -> Tensor:
         """Return codes int16 ``[.., count]`` of words, the lowest bits first."""
         shifts = torch.arange(0, 8, self.bits, dtype=torch.uint8)
         found = words.contiguous().view(torch.uint8).unsqueeze(-1) >> shifts & (1 << self.bits) - 1

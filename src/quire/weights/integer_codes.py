@@ -14,12 +14,13 @@ from torch import Tensor
 
 from quire.base.errors import CheckpointError
 from quire.contracts.weights import StoredTensor
+from quire.weights.code_format import CodeFormat
 from quire.weights.scaled_float8 import matrix
-from quire.weights.scales import SCALES, Shape, check_finite, parts, whole, write
+from quire.weights.scales import SCALES, Shape, check_finite, whole
 
 
 @dataclass(frozen=True, slots=True)
-class IntegerCodes:
+class IntegerCodes(CodeFormat):
     """``NAME.weight`` int8 ``[O, I]``, or packed ``NAME.weight_packed`` int32 ``[O, W]`` and
     ``NAME.weight_shape``; with ``NAME.weight_scale`` and perhaps ``NAME.weight_zero_point`` and
     ``NAME.weight_g_idx``, the group of each column."""
@@ -31,12 +32,6 @@ class IntegerCodes:
     """Whether codes lie one after the other in words of 32 bits, the lowest first, from 0 on."""
     has_zeros: bool = False
     has_order: bool = False
-    is_plain: bool = False
-
-    @property
-    def is_scaled(self) -> bool:
-        """Whether values are codes of 4 or 8 bits times scales, with groups in order."""
-        return self.bits in (4, 8) and not self.has_zeros and not self.has_order
 
     @property
     def name(self) -> str:
@@ -62,54 +57,29 @@ class IntegerCodes:
             found[f"{name}_g_idx"] = StoredTensor(shape=(columns,), dtypes=("I32", "I64"))
         return found
 
-    def expand(self, name: str, stored: Mapping[str, Tensor], out: Tensor) -> None:
-        """See ``WeightFormat``. Values are rounded to the element type of the scales."""
-        rows, columns = out.shape
-        scales = self.scales(name, stored, rows, columns)
-        zeros = self._zeros(stored, scales)
-        groups = self._groups(name, stored, columns, scales.shape[1])
-        for some in parts(rows, columns):
-            codes = self.codes(name, stored, rows, columns, some).to(scales.dtype)
-            if zeros is not None:
-                codes = codes - zeros[some if len(zeros) > 1 else slice(None)].to(scales.dtype)[:, groups]
-            write(name, codes * scales[some if len(scales) > 1 else slice(None)][:, groups], out[some])
+    def codes(self, name: str, stored: Mapping[str, Tensor], shape: Shape, groups_I: Tensor, some: slice) -> Tensor:
+        """See ``CodeFormat``. ``CheckpointError`` for another shape."""
+        codes, *others = stored.values()
+        if self.packed and (found := others[0].tolist()) != [*shape]:
+            raise CheckpointError(f"{name}: its weight_shape says {found}; expected {[*shape]}")
+        codes = unpacked(codes[some], self.bits, shape[1]) if self.packed else codes[some]
+        if not self.has_zeros:
+            return codes
+        zeros = others[2 if self.packed else 1]
+        if zeros.dtype == torch.int32:
+            zeros = unpacked(zeros.mT, self.bits, shape[0]).mT
+        zeros = zeros.reshape(shape[0] if zeros.numel() > 1 else 1, -1).to(torch.int16)
+        return codes - zeros[some if len(zeros) > 1 else slice(None)][:, groups_I]
 
-    def codes(self, name: str, stored: Mapping[str, Tensor], rows: int, columns: int, some: slice) -> Tensor:
-        """Return the codes of rows, int8 ``[rows, I]``. ``CheckpointError`` for another shape."""
-        (codes, *others) = stored.values()
-        if not self.packed:
-            return codes[some]
-        if (found := others[0].tolist()) != [rows, columns]:
-            raise CheckpointError(f"{name}: its weight_shape says {found}; expected {[rows, columns]}")
-        return unpacked(codes[some], self.bits, columns)
-
-    def scales(self, name: str, stored: Mapping[str, Tensor], rows: int, columns: int) -> Tensor:
-        """Return the scales ``[O or 1, g]``. ``CheckpointError`` if one is not finite."""
+    def scales(self, name: str, stored: Mapping[str, Tensor], shape: Shape) -> Tensor:
+        """See ``CodeFormat``."""
         scales = list(stored.values())[2 if self.packed else 1]
         check_finite(name, scales)
-        return scales.reshape(rows if scales.numel() > 1 else 1, -1)
+        return scales.reshape(shape[0] if scales.numel() > 1 else 1, -1)
 
-    def _zeros(self, stored: Mapping[str, Tensor], scales: Tensor) -> Tensor | None:
-        if not self.has_zeros:
-            return None
-        zeros = list(stored.values())[3 if self.packed else 2]
-        if zeros.dtype == torch.int32:
-            zeros = unpacked(zeros.mT, self.bits, len(scales)).mT
-        return zeros.reshape(scales.shape)
-
-    def _groups(self, name: str, stored: Mapping[str, Tensor], columns: int, count: int) -> Tensor:
-        if self.has_order:
-            return checked_groups(name, list(stored.values())[-1], count)
-        return torch.arange(columns) // (self.group or columns)
-
-
-def checked_groups(name: str, groups_I: Tensor, count: int) -> Tensor:
-    """Return the group of each column, int64. ``CheckpointError`` for a group that is missing."""
-    groups = groups_I.long()
-    if len(groups) and not (int(groups.min()) >= 0 and int(groups.max()) < count):
-        found = int(groups.min()) if int(groups.min()) < 0 else int(groups.max())
-        raise CheckpointError(f"{name}: its g_idx has the group {found}; expected groups from 0 to {count - 1}")
-    return groups
+    def order(self, stored: Mapping[str, Tensor]) -> Tensor | None:
+        """See ``CodeFormat``."""
+        return list(stored.values())[-1] if self.has_order else None
 
 
 def unpacked(words_OW: Tensor, bits: int, count: int) -> Tensor:

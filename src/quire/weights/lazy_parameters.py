@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import weakref
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -19,10 +19,11 @@ from tqdm import tqdm
 from quire.base.errors import ResourceExhausted
 from quire.contracts.linear import BlockRows, CodeRows
 from quire.weights.checkpoint import Checkpoint
+from quire.weights.code_format import CodeFormat
 from quire.weights.floats import Floats
 from quire.weights.gguf_blocks import SIZES, GgufBlocks
 from quire.weights.gguf_files import GgufFiles
-from quire.weights.integer_codes import IntegerCodes
+from quire.weights.mapped_pages import drop_pages
 from quire.weights.places import Place, parameter_dtypes, parameter_shapes
 
 
@@ -31,8 +32,9 @@ class LazyParameters(Mapping[str, Tensor]):
 
     ``weights[name]`` is read on access. Linear maps take ``late`` matrices instead, which are
     packed straight from the file if one tensor fills them completely, else from a scratch buffer
-    that the next matrix reuses. Their own memory stays untouched, and so takes no room, unless they
-    are still in use after packing.
+    that the next matrix reuses. On a CPU their own memory stays untouched, and so takes no room,
+    unless they are still in use after packing. On another device, matrices that may stay in the
+    blocks or codes of their file have no memory (``meta``) until ``read`` or ``place``.
     """
 
     def __init__(
@@ -54,11 +56,15 @@ class LazyParameters(Mapping[str, Tensor]):
         for tensor, place in places.items():
             if place.parameter in shapes:
                 self._tensors[place.parameter][tensor] = place
-        self._parameters, self._memories = allocate(shapes, dtype, device, kept)
+        self._device, self._placed = device, dict[str, Tensor]()
+        whole = {name: shape for name, shape in shapes.items() if untouched(device) or not self._may_stay(name)}
+        self._parameters, self._memories = allocate(whole, dtype, device, kept)
+        late = {name: shape for name, shape in shapes.items() if name not in whole}
+        self._parameters |= allocate(late, dtype, torch.device("meta"), kept)[0]
         for name, shape in absent.items():
             self._parameters[name] = torch.zeros((), dtype=kept.get(name, dtype), device=device).expand(shape)
         self._unread = set(shapes)
-        self._lazy: dict[int, _Lazy] = {}
+        self._lazy: dict[tuple[bool, int], _Lazy] = {}
         self._scratch, self._inside = torch.empty(0, dtype=torch.uint8), ""
         self._read_last = "", self._scratch
         self._counted: set[str] = set()
@@ -67,7 +73,10 @@ class LazyParameters(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         if name in self._unread:
             self._unread.remove(name)
-            self._fill(name, self._parameters[name])
+            parameter = self._parameters[name]
+            if parameter.is_meta:
+                parameter = self._parameters[name] = self._on_device(parameter)
+            self._fill(name, parameter)
         return self._parameters[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -80,9 +89,10 @@ class LazyParameters(Mapping[str, Tensor]):
         """Return a parameter without values: before ``materialize`` only its shape and type are
         valid, and ``read`` returns its values."""
         parameter = self._parameters[name]
-        if name in self._unread and name in self._memories:
-            memory = self._memories[name]
-            self._lazy[parameter.data_ptr()] = _Lazy(name, parameter.dtype, tuple(parameter.shape), memory)
+        if name in self._unread and (name in self._memories or parameter.is_meta):
+            held = parameter.untyped_storage() if parameter.is_meta else None
+            late = _Lazy(name, parameter.dtype, tuple(parameter.shape), self._memories.get(name), held)
+            self._lazy[_key(parameter)] = late
             return parameter
         return self[name]
 
@@ -91,16 +101,28 @@ class LazyParameters(Mapping[str, Tensor]):
         self._parameters.clear()
 
     def read(self, weight: Tensor) -> Tensor:
-        """Return the values of ``weight``, a parameter or a part of one, until the next call."""
-        late = self._lazy.get(weight.untyped_storage().data_ptr())
+        """Return the values of ``weight``, a parameter or a part of one, until the next call; on
+        another device than a CPU as long as they are in use."""
+        late = self._lazy.get(_key(weight))
         if late is None or late.name not in self._unread:
             return weight
         values = self._values(late)
         return values.as_strided(weight.shape, weight.stride(), values.storage_offset() + weight.storage_offset())
 
+    def place(self, weight: Tensor) -> Tensor:
+        """Return the values of a part of a parameter without memory, which has memory from now on;
+        another tensor as it is."""
+        late = self._lazy.get(_key(weight))
+        if late is None or not weight.is_meta:
+            return weight
+        if late.name not in self._placed:
+            self._placed[late.name] = self._on_device(torch.empty(late.shape, dtype=late.dtype, device="meta"))
+            self._fill(late.name, self._placed[late.name])
+        return self._placed[late.name].as_strided(weight.shape, weight.stride(), weight.storage_offset())
+
     def stored(self, weight: Tensor) -> list[BlockRows] | list[CodeRows] | list[Tensor]:
         """See ``contracts.block_calls.LayerKernels``. ``weight`` is a matrix or one of a stack."""
-        late = self._lazy.get(weight.untyped_storage().data_ptr())
+        late = self._lazy.get(_key(weight))
         if late is None:
             return []
         if late.name in self._unread and (codes := self._codes(late, weight)):
@@ -163,20 +185,19 @@ class LazyParameters(Mapping[str, Tensor]):
         inside = [(name, place) for name, place in places if first <= place.row < stop]
         if sum(place.shape[0] for _, place in inside) != len(weight):
             return []
-        found = []
+        found: list[CodeRows] = []
         for name, place in inside:
-            if not isinstance(place.format, IntegerCodes) or not place.format.is_scaled:
+            if not isinstance(place.format, CodeFormat):
                 return []
             stored = {one: self._checkpoint.source.read(one) for one in place.stored(name)}
             where = f"{self._checkpoint.tensors[next(iter(stored))].file}: {name}"
-            rows, columns = (place.whole or place).shape
-            group = place.format.group
-            codes = place.cut_stored(place.format.codes(where, stored, rows, columns, slice(0, rows)), 1)
-            scales = place.format.scales(where, stored, rows, columns).expand(rows, -1)
-            parts = place.cut_stored(scales, group) if group else place.cut_rows(scales)
-            if codes is None or parts is None:
+            made = place.format.code_rows(where, stored, (place.whole or place).shape)
+            for tensor in stored.values():
+                drop_pages(tensor)
+            made = None if made is None else _cut(made, place)
+            if made is None or not same_order(made, found):
                 return []
-            found.append(CodeRows(place.format.bits, group or place.shape[1], codes, parts))
+            found.append(made)
         self._count(late.name)
         return found
 
@@ -193,27 +214,37 @@ class LazyParameters(Mapping[str, Tensor]):
         """Read the late parameters that are still in use into their own memory."""
         self._scratch, self._inside = torch.empty(0, dtype=torch.uint8), ""
         self._read_last = "", self._scratch
+        self._placed.clear()
         for late in self._lazy.values():
-            if late.name in self._unread and (memory := late.memory()) is not None:
+            if late.name in self._unread and late.memory is not None and (memory := late.memory()) is not None:
                 self._fill(late.name, torch.from_numpy(memory).view(late.dtype).view(late.shape))
         self._unread.clear()
 
     def _values(self, late: _Lazy) -> Tensor:
         (tensor, place), *others = self._tensors[late.name].items()
-        if not others and place.format.is_plain and place.whole is None:
+        if not others and place.format.is_plain and place.whole is None and late.held is None:
             found = self._checkpoint.source.read(tensor)
             if found.dtype == late.dtype:
                 self._count(late.name)
                 return found
         size = math.prod(late.shape) * late.dtype.itemsize
-        if self._scratch.nbytes < size:
-            self._scratch, self._inside = torch.empty(size, dtype=torch.uint8), ""
+        if self._scratch.nbytes < size or (late.held is not None and self._inside != late.name):
+            scratch = torch.empty(size, dtype=torch.uint8, device="meta")
+            self._scratch, self._inside = self._on_device(scratch), ""
         values = self._scratch[:size].view(late.dtype).view(late.shape)
         if self._inside != late.name:
             self._inside = ""
             self._fill(late.name, values)
             self._inside = late.name
         return values
+
+    def _may_stay(self, name: str) -> bool:
+        return all(isinstance(place.format, GgufBlocks | CodeFormat) for place in self._tensors[name].values())
+
+    def _on_device(self, parameter: Tensor) -> Tensor:
+        """Return memory for a parameter."""
+        found, _ = allocate({"": parameter.shape}, parameter.dtype, self._device)
+        return found[""]
 
     def _fill(self, name: str, parameter: Tensor) -> None:
         self._filled.add(name)
@@ -234,7 +265,42 @@ class _Lazy:
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    memory: weakref.ref[NDArray[np.uint8]]
+    memory: weakref.ref[NDArray[np.uint8]] | None
+    held: torch.UntypedStorage | None
+    """Of a parameter without memory, so that no other one takes its address."""
+
+
+def _cut(made: CodeRows, place: Place) -> CodeRows | None:
+    """Return the rank's part of rows; None if it does not consist of groups."""
+    if place.whole is None:
+        return made
+    is_whole = made.group == place.whole.shape[1]
+    codes = place.cut_stored(made.codes_RI, 1)
+    scales = place.cut_rows(made.scales_Rg) if is_whole else place.cut_stored(made.scales_Rg, made.group)
+    if codes is None or scales is None or (made.order_I is not None and codes.shape[1] < len(made.order_I)):
+        return None
+    return replace(made, group=codes.shape[1] if is_whole else made.group, codes_RI=codes, scales_Rg=scales)
+
+
+def same_order(made: CodeRows, others: Sequence[CodeRows]) -> bool:
+    """Return True if rows have their columns in the order of others."""
+    for other in others[:1]:
+        if made.order_I is None or other.order_I is None:
+            return made.order_I is other.order_I
+        return torch.equal(made.order_I, other.order_I)
+    return True
+
+
+def _key(weight: Tensor) -> tuple[bool, int]:
+    """Return the address of a tensor's memory, or True and that of what describes the memory that
+    it lacks."""
+    storage = weight.untyped_storage()
+    return weight.is_meta, storage._cdata if weight.is_meta else storage.data_ptr()
+
+
+def untouched(device: torch.device) -> bool:
+    """Return True if memory takes no room on a device before it is written."""
+    return device.type == "cpu"
 
 
 def late(parameters: Mapping[str, Tensor], name: str) -> Tensor:

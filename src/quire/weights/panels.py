@@ -163,18 +163,19 @@ class Int4Panels:
 def pack_codes(parts: Sequence[CodeRows]) -> PackedMatrix | None:
     """Return rows of codes, one part after the other, in panels with the same codes and scales.
 
-    None if a scale is no bfloat16, if a code of 8 bits is -128, or if the parts or their groups do
-    not fit.
+    None if a scale is no bfloat16, if a code has more bits or is -128, or if the parts or their
+    groups do not fit.
     """
     bits, inputs = parts[0].bits, parts[0].codes_RI.shape[1]
     form = Int4Panels() if bits == 4 else Int8Panels()
     group = math.gcd(form.group(inputs), *(part.group for part in parts))
-    if any(part.bits != bits for part in parts) or group < 8:
+    least, most = (-8, 7) if bits == 4 else (-127, 127)
+    if bits not in (4, 8) or group < 8 or any(part.bits != bits or not part.fits(least, most) for part in parts):
         return None
     scales = torch.cat([_spread(part.scales_Rg, part.group // group) for part in parts])
-    codes = torch.cat([part.codes_RI for part in parts])
+    codes = torch.cat([part.codes_RI for part in parts]).to(torch.int8)
     narrow = scales.bfloat16()
-    if not torch.equal(narrow.float(), scales.float()) or (bits == 8 and bool((codes == -128).any())):
+    if not torch.equal(narrow.float(), scales.float()):
         return None
     padded = _padded(codes).view(-1, PANEL, inputs)
     if bits == 8:

@@ -16,15 +16,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.base.errors import CheckpointError, InvalidArgument
-from quire.contracts.linear import BlockRows, CodeRows, PackedMatrix, WeightForm
+from quire.contracts.linear import BlockRows, CodeRows, LinearMap, PackedMatrix, WeightForm
+from quire.kernels.linear.ordered_map import by_blocks, in_order
 from quire.kernels.linear.packed_memory import PackedMemory
 from quire.kernels.native_library import NativeLibrary, native_library
 from quire.weights import packed as reference
 from quire.weights.block_panels import GROUP, KINDS, fits_panels
+from quire.weights.mapped_pages import drop_pages
 from quire.weights.panels import pack_codes
 
 PANEL = 32
 """Outputs of a panel."""
+PACKED_AT_ONCE = 1 << 25
+"""Bytes of a weight after which its pages of a file are dropped."""
 FORMS: tuple[WeightForm, ...] = ("float32", "bfloat16", "int8", "int4")
 """Forms that weights are packed in."""
 NUMBERS: tuple[WeightForm, ...] = (*FORMS, "blocks")
@@ -126,15 +130,19 @@ class NativeLinear:
         group = packing.group(inputs)
         values = self.memory.empty(packing.shape(outputs, inputs), packing.dtype)
         scales = self.memory.empty((len(values), inputs // group, PANEL), torch.bfloat16) if group else None
+        step = PANEL * max(1, PACKED_AT_ONCE // (PANEL * inputs * parts[0].itemsize))
         panel = 0
         for part in parts:
             rows_OI = part if part.stride(1) == 1 else part.contiguous()
-            self._pack(
-                rows_OI.data_ptr(), int(part.dtype == torch.bfloat16), rows_OI.stride(0), len(part), inputs, FORMS.index(form), group,
-                values[panel:].data_ptr(), None if scales is None else scales[panel:].data_ptr(), torch.get_num_threads(),
-                self._parallel,
-            )  # fmt: skip
-            panel += len(part) // PANEL
+            for start in range(0, len(rows_OI), step):
+                some = rows_OI[start : start + step]
+                self._pack(
+                    some.data_ptr(), int(some.dtype == torch.bfloat16), some.stride(0), len(some), inputs, FORMS.index(form),
+                    group, values[panel:].data_ptr(), None if scales is None else scales[panel:].data_ptr(),
+                    torch.get_num_threads(), self._parallel,
+                )  # fmt: skip
+                drop_pages(some)
+                panel += -(-len(some) // PANEL)
         packed = PackedMatrix(form, outputs, inputs, group, values, scales)
         bias = None if bias_O is None else bias_O.float().contiguous()
         level = self.float_level if form == "bfloat16" else self.level
@@ -161,17 +169,19 @@ class NativeLinear:
         bias = None if bias_O is None else bias_O.float().contiguous()
         return NativeMap(self._run, packed, bias, dtype, self.float_level, self._parallel)
 
-    def pack_codes(self, parts: Sequence[CodeRows], bias_O: Tensor | None, dtype: torch.dtype) -> NativeMap | None:
+    def pack_codes(self, parts: Sequence[CodeRows], bias_O: Tensor | None, dtype: torch.dtype) -> LinearMap | None:
         """See ``contracts.linear.CodeKernel``."""
-        if dtype not in DTYPES or (made := pack_codes(parts)) is None:
+        if dtype not in DTYPES:
             return None
+        if (made := pack_codes(parts)) is None:
+            return by_blocks(self, parts, bias_O, dtype)
         assert made.scales is not None
         values, scales = (self.memory.empty(tuple(one.shape), one.dtype) for one in (made.values, made.scales))
         values.copy_(made.values)
         scales.copy_(made.scales)
         packed = PackedMatrix(made.form, made.outputs, made.inputs, made.group, values, scales)
         bias = None if bias_O is None else bias_O.float().contiguous()
-        return NativeMap(self._run, packed, bias, dtype, self.level, self._parallel)
+        return in_order(NativeMap(self._run, packed, bias, dtype, self.level, self._parallel), parts)
 
 
 class NativeMap:
@@ -218,6 +228,10 @@ class NativeMap:
                 f"a product of {rows} rows with {self.weights.inputs} inputs found no memory for its sums"
             )
         return y_TO
+
+    def rows(self, outputs_T: Tensor) -> Tensor:
+        """See ``contracts.linear.TableMap``. The form is one of ``reference.EXACT_FORMS``."""
+        return reference.rows_of(self.weights, outputs_T)
 
 
 def _block_parts(weights: PackedMatrix) -> NDArray[np.int64]:

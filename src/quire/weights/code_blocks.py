@@ -1,0 +1,52 @@
+"""Codes of quantised checkpoints as blocks of GGUF files, which kernels multiply.
+
+A code less its zero takes 4, 5 or 8 bits: that decides the format. Letters: R rows, I inputs; b
+blocks of 32 inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from quire.contracts.linear import BlockRows, CodeRows
+from quire.weights.block_panels import GROUP
+
+HOLDS = {"Q4_0": 8, "Q5_0": 16, "Q8_0": 128}
+"""Codes of a format are from the number below zero to one less than it."""
+
+
+def blocks_of(parts: Sequence[CodeRows]) -> list[BlockRows] | None:
+    """Return rows with the same values in the smallest formats; None if a scale is no float16, or a
+    code or a group has no place in them."""
+    found = [_blocks(part) for part in parts]
+    made = [one for one in found if one is not None]
+    return made if len(made) == len(found) else None
+
+
+def _blocks(part: CodeRows) -> BlockRows | None:
+    rows = len(part.codes_RI)
+    kind = next((kind for kind, most in HOLDS.items() if part.fits(-most, most - 1)), None)
+    halves = part.scales_Rg.half()
+    if kind is None or part.group % GROUP or not torch.equal(halves.float(), part.scales_Rg.float()):
+        return None
+    scales_Rb = halves.repeat_interleave(part.group // GROUP, 1)
+    parts = [scales_Rb.unsqueeze(-1).view(torch.uint8)]
+    codes = part.codes_RI.view(rows, -1, GROUP)
+    if kind == "Q8_0":
+        parts.append(codes.to(torch.int8).view(torch.uint8))
+    else:
+        codes = (codes + HOLDS[kind]).to(torch.uint8)
+        if kind == "Q5_0":
+            parts.append(_bytes_of_bits(codes >> 4))
+        low = codes & 15
+        parts.append(low[..., :16] | low[..., 16:] << 4)
+    return BlockRows(part.name, kind, torch.cat(parts, -1).view(rows, -1))
+
+
+def _bytes_of_bits(bits_RbG: Tensor) -> Tensor:
+    """Return ``[R, b, 4]`` of bits, the first ones lowest."""
+    shifted = bits_RbG.view(*bits_RbG.shape[:-1], 4, 8) << torch.arange(8, dtype=torch.uint8)
+    return shifted.sum(-1, dtype=torch.uint8)
