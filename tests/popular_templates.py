@@ -117,6 +117,13 @@ MISTRAL_V11 = r"""{{- bos_token }}
     {%- else %}{{- '[TOOL_RESULTS]' + m.content + '[/TOOL_RESULTS]' }}
     {%- endif %}
 {%- endfor %}"""
+MINISTRAL_3 = MISTRAL_V11.replace(
+    "{{- m['content'] or '' }}",
+    r"""{%- if (m['content'] is none or m['content'] | length == 0) and not m.tool_calls %}{{- '' }}{%- endif %}
+        {%- if m['content'] is string and m['content'] != '' %}{{- m['content'] }}
+        {%- elif m['content'] | length > 0 %}{%- for part in m['content'] %}{{- part['text'] }}{%- endfor %}
+        {%- endif %}""",
+)
 _DEEPSEEK = r"""{%- set ns = namespace(is_first=false) %}{{- bos_token }}
 {%- for m in messages %}
     {%- if m['role'] == 'user' %}{{- '<｜User｜>' + m['content'] }}
@@ -257,6 +264,7 @@ TEMPLATES: dict[str, str] = {
     "nemotron": NEMOTRON,
     "mistral-v3": MISTRAL_V3,
     "mistral-v11": MISTRAL_V11,
+    "ministral-3": MINISTRAL_3,
     "deepseek-v3": DEEPSEEK_V3,
     "deepseek-r1": DEEPSEEK_R1,
     "deepseek-v3.1": DEEPSEEK_V3_1,

@@ -192,7 +192,7 @@ def test_text_parts() -> None:
     message = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
     assert render_chat(PARTS, [message]) == "user:<a><b>"
     assert "<|im_start|>user\na\nb<|im_end|>" in render_chat(CHATML, [message])
-    for loop in ("message['content']", "message.content | list", "message.content[1:]"):
+    for loop in ("message['content']", "message.get('content')", "message.content | list", "message.content[1:]"):
         template = "{% for message in messages %}{% for p in LOOP %}{{ p.text }}{% endfor %}{% endfor %}"
         assert render_chat(template.replace("LOOP", loop), [message]) in ("ab", "b")
     held = "{% set body = messages[0].content %}{% for p in body %}[{{ p.text }}]{% endfor %}"
