@@ -8,7 +8,7 @@ import { Tree, makeId } from "./tree.js";
 const SOON = 600;
 
 export class Library {
-  /** @param {object} app @param {{changed: () => void, listed: () => void, lost: (reason: string) => void}} hear */
+  /** @param {object} app @param {{changed: () => void, listed: () => void, lost: (reason: string | null) => void}} hear */
   constructor(app, hear) {
     this.app = app;
     this.hear = hear;
@@ -149,7 +149,7 @@ export class Library {
         return;
       }
       [this.version, this.knownTo] = [done.version, this.started];
-      this.trouble = null;
+      if (this.trouble) this.hear.lost((this.trouble = null));
       this.keepCopy();
     } catch (error) {
       if (id === this.id) this.dirty = true;
@@ -230,7 +230,7 @@ export class Library {
         else this.hear.lost("deleted");
       }
       if (own && own.version > this.version && !this.writing) await this.pull().catch(() => {});
-      if (this.dirty && own) this.writeSoon();
+      if (this.dirty && (own || !this.version)) this.writeSoon();
     } else if (!this.list.length) {
       this.list = chatCopies.all().map((one) => ({ id: one.id, title: one.document.title ?? "", updated: one.updated ?? 0, version: one.version }));
       this.list.sort((a, b) => b.updated - a.updated);
@@ -265,5 +265,6 @@ export class Library {
     chatCopies.drop(id);
     this.list = this.list.filter((one) => one.id !== id);
     this.hear.listed();
+    if (this.dirty) this.writeSoon(0);
   }
 }

@@ -124,6 +124,7 @@ export class Tree {
 
   /** Take over what another copy of the conversation has: of each message the later state. Returns whether something changed here. */
   merge(document) {
+    const fresh = !this.nodes.size;
     let changed = false;
     for (const [id, node] of Object.entries(document.nodes ?? {})) {
       const own = this.nodes.get(id);
@@ -131,11 +132,11 @@ export class Tree {
       this.nodes.set(id, node);
       changed = true;
     }
-    if ((document.titled ?? 0) > this.titled) {
-      [this.title, this.titled, changed] = [document.title, document.titled, true];
+    if (fresh || (document.titled ?? 0) > this.titled) {
+      [this.title, this.titled, changed] = [document.title ?? "", document.titled ?? 0, true];
     }
-    if ((document.settled ?? 0) > this.settled) {
-      [this.settings, this.settled, changed] = [document.settings, document.settled, true];
+    if (fresh || (document.settled ?? 0) > this.settled) {
+      [this.settings, this.settled, changed] = [document.settings ?? {}, document.settled ?? 0, true];
     }
     return changed;
   }
