@@ -48,6 +48,8 @@ QWEN_3 = _chatml(
         {%- endfor %}""",
     r"{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\n\n</think>\n\n' }}{%- endif %}",
 )
+QWEN_3_FIRST = QWEN_3.replace("m.content if m.content is string else ''", "m.content.strip()")
+"""The first version, which looks into contents that may be missing."""
 SMOLLM_3 = _chatml(
     r"{{- '\n' + (m.content or '') }}" + _TAGGED, r"{%- if not think %}{{- '<think>\n\n</think>\n' }}{% endif %}"
 )
@@ -256,6 +258,7 @@ GEMMA_3 = r"""{{- bos_token }}
 TEMPLATES: dict[str, str] = {
     "qwen-2.5": QWEN_2_5,
     "qwen-3": QWEN_3,
+    "qwen-3-first": QWEN_3_FIRST,
     "qwen-3-coder": QWEN_3_CODER,
     "smollm-3": SMOLLM_3,
     "falcon-h1": FALCON_H1,

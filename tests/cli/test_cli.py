@@ -478,6 +478,7 @@ def test_threads_are_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_so_in_any_case_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     words = ["--jinja", "-fa", "--flash-attn", "on", "-ngl", "99", "--enable-auto-tool-choice", "-cb"]
+    words += ["--reasoning", "auto", "--kv-unified"]
     words += ["--reasoning-parser", "qwen3", "--task", "generate", "-ub", "64", "--port", "0"]
     options, settings = served_with(*words, monkeypatch=monkeypatch)
     assert (options, settings.port) == ({"model": "tiny-python"}, 0)

@@ -111,7 +111,7 @@ def test_histories_are_rendered(name: str, content: dict[str, Any], arguments: A
     assert ('"days": [1, 2]' in written) == (name not in BARE)
     assert 'Rome "é"' in written.replace("\\", "")
     thought = render(name, USER, {**called, "reasoning_content": "Hm."}, *results(1), asks=True)
-    assert ("Hm." in thought) == (name in ("qwen-3", "gpt-oss"))
+    assert ("Hm." in thought) == (name in ("qwen-3", "qwen-3-first", "gpt-oss"))
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

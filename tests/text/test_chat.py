@@ -160,12 +160,21 @@ def test_renders_as_transformers(style: str, chat: str, prompt: bool, tools: lis
     def render() -> str:
         return render_chat(TEMPLATES[style], messages, add_generation_prompt=prompt, tools=tools, **tokens, **extra)
 
-    try:
-        expected = oracle().apply_chat_template(
+    def by_transformers(messages: list[Any]) -> Any:
+        return oracle().apply_chat_template(
             messages, tools, chat_template=TEMPLATES[style], add_generation_prompt=prompt, tokenize=False, **extra
         )
-    except Exception as error:
-        with pytest.raises(InvalidArgument, match=re.escape(str(error))):
+
+    expected: Any = None
+    # A call without a content has an empty one where a template needs it.
+    for said in (messages, [{**one, "content": one.get("content") or ""} for one in messages]):
+        try:
+            expected = by_transformers(said)
+            break
+        except Exception as error:
+            refusal = str(error)
+    if expected is None:
+        with pytest.raises(InvalidArgument, match=re.escape(refusal)):
             render()
     else:
         assert render() == expected

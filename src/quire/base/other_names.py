@@ -60,6 +60,7 @@ def _refused(says: str, *names: str) -> dict[str, OtherOption]:
 _GPU = "--device auto takes a GPU for the whole model if there is one; layers are not divided"
 _PARTS = "--kv-dtype gives the type of K and V"
 _READS = "the chat template tells how answers are read; --tool-call-parser names the form of calls if it does not"
+_THINKS = "the chat template decides, and requests give reasoning_effort or chat_template_kwargs"
 _WINDOW = "a session with a window never fills; other requests end at the end of the context"
 
 OPTIONS: Mapping[str, OtherOption] = {
@@ -94,6 +95,9 @@ OPTIONS: Mapping[str, OtherOption] = {
     **_itself(_READS, "--enable-auto-tool-choice"),
     **_itself(_READS, "--reasoning-parser", takes=True),
     **_itself("reasoning is in reasoning_content", "--reasoning-format", fine=("auto", "deepseek")),
+    **_itself(_THINKS, "-rea", "--reasoning", fine=("auto",)),
+    **_itself(_THINKS, "--reasoning-budget", fine=("-1",)),
+    **_itself("the memory of all sequences is one pool", "-kvu", "--kv-unified"),
     **_itself(
         "the fastest kernels are taken; --attention-backend names others",
         "-fa",
@@ -137,6 +141,7 @@ OPTIONS: Mapping[str, OtherOption] = {
     **_refused(_WINDOW, "--context-shift"),
     **_refused("only text is taken", "-mm", "--mmproj", "--limit-mm-per-prompt"),
     **_refused("no model that runs here has embeddings", "--embedding", "--embeddings", "--rerank", "--reranking"),
+    **_refused("the variable HF_HUB_OFFLINE=1 keeps it from the Hub", "--offline"),
     **_refused("the variable HF_HOME gives the directory", "--download-dir"),
     **_refused(
         "a proxy in front of the server speaks TLS",
@@ -212,6 +217,10 @@ PATHS: Mapping[str, str] = {
     **dict.fromkeys(("/embedding", "/embeddings"), _NO_VECTORS),
     **dict.fromkeys(
         ("/api/pull", "/api/create"), "the server has the model that it was started with (quire serve MODEL)"
+    ),
+    **dict.fromkeys(
+        ("/chat/completions/input_tokens", "/v1/chat/completions/input_tokens", "/v1/responses/input_tokens"),
+        "POST /tokenize counts the tokens of messages",
     ),
     "/lora-adapters": "POST /v1/load_lora_adapter loads an adapter",
     "/responses": "POST /v1/responses answers items",

@@ -80,9 +80,9 @@ def _arguments_of(given: Any) -> Any:
 
 
 def fill_contents_of_calls(messages: Sequence[dict[str, Any]]) -> bool:
-    """Make an empty text of each content that is none: some templates ask for both. Return whether
-    there were any."""
-    found = [message for message in messages if message.get("content", "") is None]
+    """Make an empty text of each content that is none or missing: some templates take its length.
+    Return whether there were any."""
+    found = [message for message in messages if message.get("content") is None]
     for message in found:
         message["content"] = ""
     return bool(found)
