@@ -220,9 +220,9 @@ def test_stop_keeps_what_was_written_and_continue_goes_on(visit: Visit, inspecte
         settled(page)
         expect(answers(page).first.locator(".why-row")).to_contain_text("stopped")
         (before,) = [one["content"] for one in tree(page).values() if one["role"] == "assistant"]
+        shown = answers(page).first.locator(".markdown").inner_text()
         answers(page).first.get_by_role("button", name="Continue").click()
-        wait_for(lambda: page.get_by_role("button", name="Stop", exact=True).count() > 0)
-        page.wait_for_timeout(200)
+        wait_for(lambda: answers(page).first.locator(".markdown").inner_text() != shown)
         page.keyboard.press("Escape")
         settled(page)
         (after,) = [one["content"] for one in tree(page).values() if one["role"] == "assistant"]

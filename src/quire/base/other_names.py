@@ -23,6 +23,9 @@ class OtherOption:
     """Words of ``own`` for values, in place of ``form``; "": none, the default."""
     fine: tuple[str, ...] | None = None
     """Values of what Quire does by itself; empty: all."""
+    default: str = ""
+    """The field of generation_config.json for which a server takes the value, where there is no
+    ``own``."""
     takes: bool = True
     """Whether a value follows."""
     says: str = ""
@@ -37,6 +40,8 @@ class OtherOption:
         if self.own in known:
             parts = [] if value is None else value.split(self.separator) if self.separator else [value]
             return [word for part in parts for word in (self.own, self.form.format(part))] or [self.own]
+        if self.default and value is not None and _DEFAULTS in known:
+            return [_DEFAULTS, f'{{"{self.default}": {value}}}']
         if self.fine is not None and (not self.fine or (value or "") in self.fine):
             return None
         problem = f"there is no option {name} here"
@@ -57,6 +62,7 @@ def _refused(says: str, *names: str) -> dict[str, OtherOption]:
     return dict.fromkeys(names, OtherOption(says=says))
 
 
+_DEFAULTS = "--override-generation-config"
 _GPU = "--device auto takes a GPU for the whole model if there is one; layers are not divided"
 _PARTS = "--kv-dtype gives the type of K and V"
 _READS = "the chat template tells how answers are read; --tool-call-parser names the form of calls if it does not"
@@ -81,9 +87,14 @@ OPTIONS: Mapping[str, OtherOption] = {
     **_same("--speculative", "-md", "--model-draft", "--spec-draft-model", form="draft:{}"),
     **_same("--adapters", "--lora-modules"),
     **_same("--no-enable-prefix-caching", "--no-cache-prompt", takes=False),
-    **_same("--max-tokens", "-n", "--predict", "--n-predict", values={"-1": ""}, says="requests give max_tokens"),
-    **_same("--temperature", "--temp", says="requests give temperature"),
-    **_same("--repetition-penalty", "--repeat-penalty", says="requests give repetition_penalty"),
+    **_same("--max-tokens", "-n", "--predict", "--n-predict", values={"-1": ""}, default="max_new_tokens"),
+    **_same("--temperature", "--temp", default="temperature"),
+    **_same("--repetition-penalty", "--repeat-penalty", default="repetition_penalty"),
+    **{
+        f"--{one.replace('_', '-')}": OtherOption(default=one, says=f"requests give {one}")
+        for one in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    },
+    "--max-tokens": OtherOption(default="max_new_tokens", says="requests give max_tokens"),
     **_same("--seed", "-s", values={"-1": ""}),
     **_same("OMP_NUM_THREADS", "-t", "--threads", values={"-1": ""}),
     # What is so in any case.
@@ -219,7 +230,7 @@ PATHS: Mapping[str, str] = {
         ("/api/pull", "/api/create"), "the server has the model that it was started with (quire serve MODEL)"
     ),
     **dict.fromkeys(
-        ("/chat/completions/input_tokens", "/v1/chat/completions/input_tokens", "/v1/responses/input_tokens"),
+        ("/chat/completions/input_tokens", "/v1/chat/completions/input_tokens"),
         "POST /tokenize counts the tokens of messages",
     ),
     "/lora-adapters": "POST /v1/load_lora_adapter loads an adapter",
