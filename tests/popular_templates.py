@@ -48,6 +48,8 @@ QWEN_3 = _chatml(
         {%- endfor %}""",
     r"{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\n\n</think>\n\n' }}{%- endif %}",
 )
+QWEN_3_FIRST = QWEN_3.replace("m.content if m.content is string else ''", "m.content.strip()")
+"""The first version, which looks into contents that may be missing."""
 SMOLLM_3 = _chatml(
     r"{{- '\n' + (m.content or '') }}" + _TAGGED, r"{%- if not think %}{{- '<think>\n\n</think>\n' }}{% endif %}"
 )
@@ -117,6 +119,13 @@ MISTRAL_V11 = r"""{{- bos_token }}
     {%- else %}{{- '[TOOL_RESULTS]' + m.content + '[/TOOL_RESULTS]' }}
     {%- endif %}
 {%- endfor %}"""
+MINISTRAL_3 = MISTRAL_V11.replace(
+    "{{- m['content'] or '' }}",
+    r"""{%- if (m['content'] is none or m['content'] | length == 0) and not m.tool_calls %}{{- '' }}{%- endif %}
+        {%- if m['content'] is string and m['content'] != '' %}{{- m['content'] }}
+        {%- elif m['content'] | length > 0 %}{%- for part in m['content'] %}{{- part['text'] }}{%- endfor %}
+        {%- endif %}""",
+)
 _DEEPSEEK = r"""{%- set ns = namespace(is_first=false) %}{{- bos_token }}
 {%- for m in messages %}
     {%- if m['role'] == 'user' %}{{- '<｜User｜>' + m['content'] }}
@@ -249,6 +258,7 @@ GEMMA_3 = r"""{{- bos_token }}
 TEMPLATES: dict[str, str] = {
     "qwen-2.5": QWEN_2_5,
     "qwen-3": QWEN_3,
+    "qwen-3-first": QWEN_3_FIRST,
     "qwen-3-coder": QWEN_3_CODER,
     "smollm-3": SMOLLM_3,
     "falcon-h1": FALCON_H1,
@@ -257,6 +267,7 @@ TEMPLATES: dict[str, str] = {
     "nemotron": NEMOTRON,
     "mistral-v3": MISTRAL_V3,
     "mistral-v11": MISTRAL_V11,
+    "ministral-3": MINISTRAL_3,
     "deepseek-v3": DEEPSEEK_V3,
     "deepseek-r1": DEEPSEEK_R1,
     "deepseek-v3.1": DEEPSEEK_V3_1,

@@ -201,6 +201,9 @@ def _build(config: EngineConfig, path: Path, ranks: Ranks | None, *, progress: b
     shared = open_gguf(path) if is_gguf(path) else None  # its readers below find it open
     tokenizer = load_tokenizer(config, path)
     speculation = read_speculation("speculative", config.speculative)
+    generation, chosen = read_generation_config(path), config.override_generation_config or {}
+    SamplingParams.from_generation_config(chosen, "override_generation_config")
+    defaults = SamplingParams.from_generation_config({**generation, **chosen})
     model = load_model(
         path,
         device=device,
@@ -259,7 +262,6 @@ def _build(config: EngineConfig, path: Path, ranks: Ranks | None, *, progress: b
     elif captures and not state.static_refusal(1) and (memory := device_memory(device)):
         runner = graphs = GraphRunner(local, CudaCapture(), longest=max_len)
         capture_usual(memory, graphs.capture, usual_sizes(config.max_num_seqs), progress)
-    generation = read_generation_config(path)
     del shared
     identity = Identity(path, model)
     engine = make_engine(
@@ -322,7 +324,6 @@ def _build(config: EngineConfig, path: Path, ranks: Ranks | None, *, progress: b
     if (rule := length_rule_of(model)) is not None and rule.inexact:
         logger.warning(rule.inexact)
         notes = (*notes, rule.inexact)
-    defaults = SamplingParams.from_generation_config(generation)
 
     def read(directory: Path) -> Adapter:
         if tokenizer is not None:

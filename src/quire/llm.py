@@ -110,6 +110,7 @@ class LLM:
         revision: str | None = None,
         trust_remote_code: bool = False,
         seed: int = 0,
+        override_generation_config: Mapping[str, Any] | str | None = None,
         host_memory: int | str | None = None,
         store: Sequence[str] = (),
         adapter_ranks: int = 512,
@@ -574,7 +575,7 @@ class LLM:
     @property
     def default_params(self) -> SamplingParams:
         """Return the parameters of calls without ``SamplingParams``, from the model's
-        ``generation_config.json``."""
+        ``generation_config.json``, or ``override_generation_config``."""
         return self._requests.default_params
 
     @property

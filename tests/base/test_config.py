@@ -56,6 +56,7 @@ LLM_ARGUMENTS = {
     "revision": None,
     "trust_remote_code": False,
     "seed": 0,
+    "override_generation_config": None,
     "host_memory": None,
     "store": (),
     "adapter_ranks": 512,
@@ -185,6 +186,10 @@ REFUSED: dict[str, tuple[list[Any], str]] = {
     "revision": ([*NOT_STRINGS, Path("main")], "a non-empty string"),
     "trust_remote_code": (NOT_BOOLS, "True or False"),
     "seed": ([-1, 2**63, 1.0, True, None], f"an integer in [0, {2**63 - 1}]"),
+    "override_generation_config": (
+        ["hot", 7, ["{}", "[1]"], {"heat": 1}, '{"heat": 1}'],
+        "with the fields temperature",
+    ),
     "host_memory": ([-1, 1.5, "4G", True], "byte"),
     "speculative": (["ngram", 7, ["lookup"]], "one of auto, lookup, draft, eagle, mtp"),
     "store": (["memory://1GiB", ["file:///a", 3], [3], 3, None], "a list of URLs"),

@@ -150,7 +150,10 @@ def test_config_file_sets_options_and_the_command_line_wins(
         (["pull", "x"], "quire: there is no command pull; quire serve MODEL and"),
         (["serve", "x", "-ngl", "20"], "quire: -ngl 20 is not supported; --device auto takes a GPU for the whole"),
         (["serve", "x", "-fa", "off"], "quire: -fa off is not supported; the fastest kernels are taken"),
-        (["serve", "x", "-n", "20"], "quire: there is no option -n here; requests give max_tokens"),
+        (
+            ["serve", "x", "--temp", "hot"],
+            "fields temperature, top_p, top_k, min_p, repetition_penalty, max_new_tokens",
+        ),
         (["serve", "x", "--mmproj", "y"], "quire: there is no option --mmproj here; only text is taken"),
         (["serve", "x", "-np"], "Option '--max-num-seqs' requires an argument"),
     ],
@@ -448,6 +451,17 @@ def served_with(
         ("--chat-template-file x.jinja -ngl 0", {"chat_template": "x.jinja", "device": "cpu"}),
         ("--lora-modules a=./a b=./b", {"adapters": ["a=./a", "b=./b"]}),
         (
+            "--temp 0.6 --top-k 20 --min-p=0 -n 99",
+            {
+                "override_generation_config": [
+                    '{"temperature": 0.6}',
+                    '{"top_k": 20}',
+                    '{"min_p": 0}',
+                    '{"max_new_tokens": 99}',
+                ]
+            },
+        ),
+        (
             "-tp 2 -pp 3 -q int8 --block-size 32",
             {"tensor_parallel_size": 2, "pipeline_parallel_size": 3, "quantization": "int8", "page_size": 32},
         ),
@@ -483,6 +497,7 @@ def test_threads_are_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_so_in_any_case_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     words = ["--jinja", "-fa", "--flash-attn", "on", "-ngl", "99", "--enable-auto-tool-choice", "-cb"]
+    words += ["--reasoning", "auto", "--kv-unified"]
     words += ["--reasoning-parser", "qwen3", "--task", "generate", "-ub", "64", "--port", "0"]
     options, settings = served_with(*words, monkeypatch=monkeypatch)
     assert (options, settings.port) == ({"model": "tiny-python"}, 0)

@@ -128,6 +128,10 @@ def test_arguments_reach_the_configuration(make_llm: MakeLLM, llama: Checkpoint)
     config = llm.config
     assert (config.page_size, config.max_num_seqs, config.dtype, config.seed) == (5, 3, "float32", 9)
     assert not config.enable_prefix_caching
+    llm = make_llm(llama, override_generation_config=['{"temperature": 0}', {"max_new_tokens": 3}])
+    assert (llm.default_params.temperature, llm.default_params.max_tokens) == (0.0, 3)
+    with pytest.raises(InvalidArgument, match="override_generation_config: temperature must be"):
+        make_llm(llama, override_generation_config={"temperature": -1})
 
 
 def test_arrays_and_tensors_are_prompts(small: LLM, llama: Checkpoint) -> None:

@@ -44,8 +44,8 @@ FLAGS = (
     # Nothing but this machine has an address: what the browser itself asks for goes nowhere.
     "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
 )
-PATIENCE = 20_000
-"""Milliseconds that the page may take for anything."""
+PATIENCE = 180_000 if MODEL else 20_000
+"""Milliseconds that the page may take for anything: a real model writes for many of them."""
 
 
 @pytest.fixture(scope="module")

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
+from tests.inspector.conftest import PATIENCE
 
 REASON = "playwright or axe-playwright-python is not installed (pip install '.[browser]')"
 expect = pytest.importorskip("playwright.sync_api", reason=REASON).expect
 Axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason=REASON).Axe
 # Documents are read as seldom as looking costs little, and machines that test are busy.
-expect.set_options(timeout=20_000)
+expect.set_options(timeout=PATIENCE)
 
 if TYPE_CHECKING:
     from playwright.sync_api import Locator, Page

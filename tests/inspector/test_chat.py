@@ -148,6 +148,11 @@ def test_a_conversation(visit: Visit, inspected: Served) -> None:
         expect(answers(page)).to_have_count(2)
         needless = re.compile("vendor/(d3|uPlot|katex)")
         assert not any(needless.search(one) for one in watch.requests), "what is not needed is not loaded"
+        for link, view in (("Its pages", "pages"), ("In the history", "history")):
+            second.locator(".why-row").click()
+            second.get_by_role("button", name=link).click()
+            page.wait_for_selector(f".view-{view}")
+            page.go_back()
     close_all(inspected.client)
 
 
@@ -215,9 +220,9 @@ def test_stop_keeps_what_was_written_and_continue_goes_on(visit: Visit, inspecte
         settled(page)
         expect(answers(page).first.locator(".why-row")).to_contain_text("stopped")
         (before,) = [one["content"] for one in tree(page).values() if one["role"] == "assistant"]
+        shown = answers(page).first.locator(".markdown").inner_text()
         answers(page).first.get_by_role("button", name="Continue").click()
-        wait_for(lambda: page.get_by_role("button", name="Stop", exact=True).count() > 0)
-        page.wait_for_timeout(200)
+        wait_for(lambda: answers(page).first.locator(".markdown").inner_text() != shown)
         page.keyboard.press("Escape")
         settled(page)
         (after,) = [one["content"] for one in tree(page).values() if one["role"] == "assistant"]
@@ -320,6 +325,16 @@ def test_going_back_leaves_a_branch_beside(visit: Visit, inspected: Served) -> N
         ask(page, "otherwise")
         expect(questions(page).last.locator(".sibling-count")).to_have_text("2/2")
         assert len(tree(page)) == 8
+        box = slider.bounding_box()
+        assert box is not None
+        middle = box["y"] + box["height"] / 2
+        page.mouse.move(box["x"] + box["width"] - 8, middle)
+        page.mouse.down()
+        page.mouse.move(box["x"] + 2, middle, steps=5)
+        page.mouse.up()
+        expect(page.locator(".messages article")).to_have_count(1)
+        ask(page, "from the start")
+        assert len(tree(page)) == 10
     close_all(inspected.client)
 
 
@@ -438,6 +453,13 @@ def test_a_killed_server_comes_back(visit: Visit, chat_folder: Path, tmp_path: P
             settled(page)
             expect(answers(page)).to_have_count(2)
             assert any(one.endswith("/fork") for one in watch.requests), "its session is there again"
+            with talking(visit, first.url) as (other, seen):
+                other.get_by_role("navigation", name="Conversations").get_by_role("button").filter(
+                    has_text="before the end"
+                ).first.click()
+                expect(answers(other)).to_have_count(2)
+                ask(other, "in another browser")
+                assert any(one.endswith("/fork") for one in seen.requests)
 
 
 def test_typed_text_is_kept_until_it_is_sent(visit: Visit, inspected: Served) -> None:
@@ -575,6 +597,32 @@ def test_a_full_pool(visit: Visit, tmp_path: Path) -> None:
             settled(page)
             expect(answers(page)).to_have_count(1)
             assert figure(answers(page).last, "written") > 0
+        close_all(served.client)
+
+
+def test_a_server_that_can_keep_no_more(visit: Visit, inspected: Served) -> None:
+    """The browser keeps the conversation, and the server gets it as soon as there is room."""
+    with (
+        serving(inspected.llm, ServerSettings(allow_edits=True, max_chats=1)) as served,
+        talking(visit, served.url) as (page, watch),
+    ):
+        watch.allow("429")
+        ask(page, "the first")
+        tree(page)
+        answers(page).last.focus()
+        page.keyboard.press("n")
+        ask(page, "one too many")
+        kept = page.get_by_role("alert")
+        expect(kept).to_contain_text("kept in this browser only")
+        expect(kept).to_contain_text("delete some conversations")
+        page.reload()
+        expect(questions(page)).to_contain_text("one too many")
+        side = page.get_by_role("navigation", name="Conversations")
+        side.get_by_role("button", name="More about the first").click()
+        page.get_by_role("dialog").get_by_role("button", name="Delete").click()
+        page.get_by_role("dialog").get_by_role("button", name="Delete").click()
+        wait_for(lambda: [one["title"] for one in told(served.client, "/v1/chats")["data"]] == ["one too many"])
+        expect(kept).to_have_count(0)
         close_all(served.client)
 
 
@@ -1148,6 +1196,12 @@ def test_commit_pin_name_and_look(visit: Visit, chat_folder: Path, tmp_path: Pat
         assert [one["name"] for one in told(served.client, "/v1/branches")["data"]] == ["kept"]
         close_all(served.client)
         ask(page, "go on from the commit")
+        assert any(one["last_commit"] for one in told(served.client, "/v1/sessions")["data"])
+        close_all(served.client)
+        answers(page).first.focus()
+        page.keyboard.press("b")
+        ask(page, "back at the commit")
+        expect(questions(page).last.locator(".sibling-count")).to_have_text("2/2")
         assert any(one["last_commit"] for one in told(served.client, "/v1/sessions")["data"])
         answers(page).last.locator(".why-row").click()
         answers(page).last.get_by_role("button", name="Chances and attention").click()

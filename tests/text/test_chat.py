@@ -160,12 +160,21 @@ def test_renders_as_transformers(style: str, chat: str, prompt: bool, tools: lis
     def render() -> str:
         return render_chat(TEMPLATES[style], messages, add_generation_prompt=prompt, tools=tools, **tokens, **extra)
 
-    try:
-        expected = oracle().apply_chat_template(
+    def by_transformers(messages: list[Any]) -> Any:
+        return oracle().apply_chat_template(
             messages, tools, chat_template=TEMPLATES[style], add_generation_prompt=prompt, tokenize=False, **extra
         )
-    except Exception as error:
-        with pytest.raises(InvalidArgument, match=re.escape(str(error))):
+
+    expected: Any = None
+    # A call without a content has an empty one where a template needs it.
+    for said in (messages, [{**one, "content": one.get("content") or ""} for one in messages]):
+        try:
+            expected = by_transformers(said)
+            break
+        except Exception as error:
+            refusal = str(error)
+    if expected is None:
+        with pytest.raises(InvalidArgument, match=re.escape(refusal)):
             render()
     else:
         assert render() == expected
@@ -192,7 +201,7 @@ def test_text_parts() -> None:
     message = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
     assert render_chat(PARTS, [message]) == "user:<a><b>"
     assert "<|im_start|>user\na\nb<|im_end|>" in render_chat(CHATML, [message])
-    for loop in ("message['content']", "message.content | list", "message.content[1:]"):
+    for loop in ("message['content']", "message.get('content')", "message.content | list", "message.content[1:]"):
         template = "{% for message in messages %}{% for p in LOOP %}{{ p.text }}{% endfor %}{% endfor %}"
         assert render_chat(template.replace("LOOP", loop), [message]) in ("ab", "b")
     held = "{% set body = messages[0].content %}{% for p in body %}[{{ p.text }}]{% endfor %}"

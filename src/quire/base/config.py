@@ -9,11 +9,13 @@ torch.
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
@@ -40,6 +42,8 @@ ATTENTION_BACKENDS = ("auto", *ATTENTION_CLASSES)
 QUANTIZATIONS = ("int8", "int4", "fp8")
 CHAT_TEMPLATES = ("chatml", "plain")
 """Chat templates in the package."""
+GENERATION_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
+"""Fields of generation_config.json that are defaults of requests."""
 ATTENTION_TYPES = ("MultiHead", "MultiQuery", "GroupedQuery", "Flash", "Paged", "SlidingWindow")
 
 CUSTOM_FLAGS: tuple[str, ...] = ()
@@ -104,6 +108,21 @@ def named_paths(value: object) -> dict[str, str]:
         if name in found:
             raise InvalidArgument(f"adapter {name!r} is given twice; give each name once", field="adapters")
         found[name] = where
+    return found
+
+
+def generation_fields(value: object) -> dict[str, Any]:
+    """Parse a mapping of fields of generation_config.json, its JSON, or a list of these; else raise
+    ``InvalidArgument``."""
+    found: dict[str, Any] = {}
+    for one in value if isinstance(value, (list, tuple)) else (value,):
+        given = one
+        with suppress(ValueError):
+            given = json.loads(one) if isinstance(one, str) else one
+        if not isinstance(given, Mapping) or not set(given) <= set(GENERATION_FIELDS):
+            allowed = f"a mapping, or JSON of one, with the fields {', '.join(GENERATION_FIELDS)}"
+            raise InvalidArgument(field="override_generation_config", given=value, allowed=allowed)
+        found |= given
     return found
 
 
@@ -176,6 +195,12 @@ class EngineConfig:
     revision: str | None = option(None, "Branch, tag or commit of the Hugging Face id; by default its main branch.")
     trust_remote_code: bool = option(False, "Code from checkpoints is never run; only false is accepted.")
     seed: int = option(0, "Seed of requests that bring none, in [0, 2^63).")
+    override_generation_config: Mapping[str, Any] | None = option(
+        None,
+        "Defaults of requests in place of the model's: JSON with fields of generation_config.json, as in "
+        '{"temperature": 0.6}; may be repeated.',
+        hash=False,
+    )
     host_memory: int | str | None = option(
         None,
         "Host memory for state that the pool gives up, in bytes or like 4GiB; 0 is off; by default an eighth of what "
@@ -225,6 +250,7 @@ class EngineConfig:
         _set(self, read_speculation, "speculative")
         _set(self, check_int, "seed", low=0, high=2**63 - 1)
         _set(self, lambda _, value: named_paths(value), "adapters")
+        _set(self, lambda _, value: generation_fields(value), "override_generation_config")
         _set(self, check_int, "tensor_parallel_size", "pipeline_parallel_size", low=1)
         for name, supported, accepted in (
             ("attention_backend", self.attention_backend in ATTENTION_BACKENDS, _one_of(ATTENTION_BACKENDS)),

@@ -23,6 +23,9 @@ class OtherOption:
     """Words of ``own`` for values, in place of ``form``; "": none, the default."""
     fine: tuple[str, ...] | None = None
     """Values of what Quire does by itself; empty: all."""
+    default: str = ""
+    """The field of generation_config.json for which a server takes the value, where there is no
+    ``own``."""
     takes: bool = True
     """Whether a value follows."""
     says: str = ""
@@ -37,6 +40,8 @@ class OtherOption:
         if self.own in known:
             parts = [] if value is None else value.split(self.separator) if self.separator else [value]
             return [word for part in parts for word in (self.own, self.form.format(part))] or [self.own]
+        if self.default and value is not None and _DEFAULTS in known:
+            return [_DEFAULTS, f'{{"{self.default}": {value}}}']
         if self.fine is not None and (not self.fine or (value or "") in self.fine):
             return None
         problem = f"there is no option {name} here"
@@ -57,9 +62,11 @@ def _refused(says: str, *names: str) -> dict[str, OtherOption]:
     return dict.fromkeys(names, OtherOption(says=says))
 
 
+_DEFAULTS = "--override-generation-config"
 _GPU = "--device auto takes a GPU for the whole model if there is one; layers are not divided"
 _PARTS = "--kv-dtype gives the type of K and V"
 _READS = "the chat template tells how answers are read; --tool-call-parser names the form of calls if it does not"
+_THINKS = "the chat template decides, and requests give reasoning_effort or chat_template_kwargs"
 _WINDOW = "a session with a window never fills; other requests end at the end of the context"
 
 OPTIONS: Mapping[str, OtherOption] = {
@@ -81,9 +88,14 @@ OPTIONS: Mapping[str, OtherOption] = {
     **_same("--speculative", "-md", "--model-draft", "--spec-draft-model", form="draft:{}"),
     **_same("--adapters", "--lora-modules"),
     **_same("--no-enable-prefix-caching", "--no-cache-prompt", takes=False),
-    **_same("--max-tokens", "-n", "--predict", "--n-predict", values={"-1": ""}, says="requests give max_tokens"),
-    **_same("--temperature", "--temp", says="requests give temperature"),
-    **_same("--repetition-penalty", "--repeat-penalty", says="requests give repetition_penalty"),
+    **_same("--max-tokens", "-n", "--predict", "--n-predict", values={"-1": ""}, default="max_new_tokens"),
+    **_same("--temperature", "--temp", default="temperature"),
+    **_same("--repetition-penalty", "--repeat-penalty", default="repetition_penalty"),
+    **{
+        f"--{one.replace('_', '-')}": OtherOption(default=one, says=f"requests give {one}")
+        for one in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    },
+    "--max-tokens": OtherOption(default="max_new_tokens", says="requests give max_tokens"),
     **_same("--seed", "-s", values={"-1": ""}),
     **_same("OMP_NUM_THREADS", "-t", "--threads", values={"-1": ""}),
     # What is so in any case.
@@ -95,6 +107,9 @@ OPTIONS: Mapping[str, OtherOption] = {
     **_itself(_READS, "--enable-auto-tool-choice"),
     **_itself(_READS, "--reasoning-parser", takes=True),
     **_itself("reasoning is in reasoning_content", "--reasoning-format", fine=("auto", "deepseek")),
+    **_itself(_THINKS, "-rea", "--reasoning", fine=("auto",)),
+    **_itself(_THINKS, "--reasoning-budget", fine=("-1",)),
+    **_itself("the memory of all sequences is one pool", "-kvu", "--kv-unified"),
     **_itself(
         "the fastest kernels are taken; --attention-backend names others",
         "-fa",
@@ -138,6 +153,7 @@ OPTIONS: Mapping[str, OtherOption] = {
     **_refused(_WINDOW, "--context-shift"),
     **_refused("only text is taken", "-mm", "--mmproj", "--limit-mm-per-prompt"),
     **_refused("no model that runs here has embeddings", "--embedding", "--embeddings", "--rerank", "--reranking"),
+    **_refused("the variable HF_HUB_OFFLINE=1 keeps it from the Hub", "--offline"),
     **_refused("the variable HF_HOME gives the directory", "--download-dir"),
     **_refused(
         "a proxy in front of the server speaks TLS",
@@ -213,6 +229,10 @@ PATHS: Mapping[str, str] = {
     **dict.fromkeys(("/embedding", "/embeddings"), _NO_VECTORS),
     **dict.fromkeys(
         ("/api/pull", "/api/create"), "the server has the model that it was started with (quire serve MODEL)"
+    ),
+    **dict.fromkeys(
+        ("/chat/completions/input_tokens", "/v1/chat/completions/input_tokens"),
+        "POST /tokenize counts the tokens of messages",
     ),
     "/lora-adapters": "POST /v1/load_lora_adapter loads an adapter",
     "/responses": "POST /v1/responses answers items",

@@ -342,8 +342,9 @@ class SamplingParams:
         return dataclasses.replace(self, **changes)
 
     @classmethod
-    def from_generation_config(cls, config: Mapping[str, Any]) -> Self:
-        """Return the defaults of a model from the content of its ``generation_config.json``.
+    def from_generation_config(cls, config: Mapping[str, Any], name: str = "generation_config.json") -> Self:
+        """Return the defaults of a model from the content of its ``generation_config.json``, which
+        errors call ``name``.
 
         As in vLLM, ``temperature``, ``top_p``, ``top_k``, ``min_p``, ``repetition_penalty`` and
         ``max_new_tokens`` count unless they are null; absent ones keep the defaults of this class.
@@ -356,7 +357,7 @@ class SamplingParams:
         try:
             return cls(**given)
         except InvalidArgument as error:
-            error.about("generation_config.json")
+            error.about(name)
             raise
 
 

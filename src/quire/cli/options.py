@@ -114,7 +114,9 @@ def _config_parameters(config: type[Any]) -> Iterator[python_inspect.Parameter]:
     """Yield an option for every field of a configuration."""
     helps = field_help(config)
     for field in dataclasses.fields(config):
-        kind = list[str] if field.name == "adapters" else _KINDS.get(str(field.type), str)
+        kind = (
+            list[str] if field.name in ("adapters", "override_generation_config") else _KINDS.get(str(field.type), str)
+        )
         default = "" if field.default in (None, (), dataclasses.MISSING) else f" Default: {field.default}."
         yield _parameter(field.name, kind, helps[field.name] + default)
 

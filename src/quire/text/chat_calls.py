@@ -79,6 +79,15 @@ def _arguments_of(given: Any) -> Any:
     return given
 
 
+def fill_contents_of_calls(messages: Sequence[dict[str, Any]]) -> bool:
+    """Make an empty text of each content that is none or missing: some templates take its length.
+    Return whether there were any."""
+    found = [message for message in messages if message.get("content") is None]
+    for message in found:
+        message["content"] = ""
+    return bool(found)
+
+
 def take_text_from_calls(messages: Sequence[Mapping[str, Any]]) -> bool:
     """Make ``{}`` of arguments that are text. Return whether there were any."""
     found = False

@@ -28,7 +28,7 @@ import jinja2.utils
 from quire.base.config import CHAT_TEMPLATES
 from quire.base.errors import InvalidArgument, QuireError, context_full
 from quire.text import long_texts, template_process
-from quire.text.chat_calls import SURROGATE, read_calls, take_text_from_calls, to_json
+from quire.text.chat_calls import SURROGATE, fill_contents_of_calls, read_calls, take_text_from_calls, to_json
 from quire.text.deprecated_messages import renewed
 from quire.text.limited_process import LimitReached, TooSlow
 from quire.text.long_texts import TextLimit
@@ -78,8 +78,8 @@ def render_chat(
     whose ``arguments`` are JSON text (as OpenAI's API has them) become objects, which a template
     may also join with text. Arguments that are no object, as of a call that was cut short, stay
     text; a template that fails on them gets ``{}``. No content beside calls is ``none`` for a
-    template that asks that, and a missing key for others. "developer" becomes "system" for a
-    template that does not have the word.
+    template that asks that, or an empty text if it fails then, and a missing key for others.
+    "developer" becomes "system" for a template that does not have the word.
 
     ``InvalidArgument``: a text longer than ``text_limit``, as soon as it is; more time than
     ``SECONDS``; no template (None, a tokenizer without one); a malformed message (named by its
@@ -98,12 +98,7 @@ def render_chat(
         "add_generation_prompt": add_generation_prompt,
     }
     try:
-        try:
-            text = _written(tokenizer_template, variables, text_limit)
-        except TemplateFailed:
-            if not take_text_from_calls(variables["messages"]):
-                raise
-            text = _written(tokenizer_template, variables, text_limit)
+        text = _written(tokenizer_template, variables, text_limit)
     except LimitReached as error:
         raise InvalidArgument(f"the chat template {error} for the messages; send fewer", field="messages") from error
     except TemplateFailed as error:
@@ -115,14 +110,19 @@ def render_chat(
 
 def _written(source: str, variables: Mapping[str, Any], limit: TextLimit | None) -> str:
     """Return the text of a template, which is rendered here if it comes with Quire, else in a
-    process of its own."""
+    process of its own. Where it fails, it is rendered again with calls that are easier to read."""
     run = render_here if source in _shipped() else template_process.render
-    try:
-        return run(source, variables, None if limit is None else limit.bytes, SECONDS)
-    except TextTooLong:
-        assert limit is not None
-        problem = f"The messages make a prompt of more than {limit.bytes} bytes, and one that fits has no more"
-        raise context_full(limit.tokens, problem, "messages") from None
+    easier = iter((fill_contents_of_calls, take_text_from_calls))
+    while True:
+        try:
+            return run(source, variables, None if limit is None else limit.bytes, SECONDS)
+        except TextTooLong:
+            assert limit is not None
+            problem = f"The messages make a prompt of more than {limit.bytes} bytes, and one that fits has no more"
+            raise context_full(limit.tokens, problem, "messages") from None
+        except TemplateFailed:
+            if not any(change(variables["messages"]) for change in easier):
+                raise
 
 
 @cache
@@ -394,9 +394,13 @@ class _Contents:
 
 
 def _is_key(node: jinja2.nodes.Node) -> bool:
-    """Return whether this is ``message.content`` or ``message['content']``."""
+    """Return whether this is ``message.content``, ``message['content']`` or
+    ``message.get('content')``."""
     if isinstance(node, jinja2.nodes.Getattr):
         return node.attr == "content"
+    if isinstance(node, jinja2.nodes.Call) and node.args:
+        asked = isinstance(node.node, jinja2.nodes.Getattr) and node.node.attr == "get"
+        return asked and isinstance(node.args[0], jinja2.nodes.Const) and node.args[0].value == "content"
     if isinstance(node, jinja2.nodes.Getitem):
         return isinstance(node.arg, jinja2.nodes.Const) and node.arg.value == "content"
     return False

@@ -16,6 +16,7 @@ from quire.server.http.errors import bad_field
 from quire.server.http.foreign_fields import Table
 from quire.server.openai.blend_fields import Part
 from quire.server.openai.fill_fields import filling
+from quire.server.openai.generation import chat_defaults
 from quire.server.openai.protocol import Body, CompletionRequest, KvHintAction, KvHints, refuse_fields
 from quire.text.tokenizer import Tokenizer
 
@@ -117,7 +118,7 @@ def completion_of(context: Context, body: LlamaBody) -> LlamaBody:
     )
     if limit is None:
         # Without a limit llama-server goes on to the end of the context, and completions do not.
-        extra["n_predict"] = -1
+        extra["n_predict"] = chat_defaults(context).max_tokens or -1
     elif limit == 0:
         extra = {name: value for name, value in extra.items() if name not in ("n_predict", "num_predict")}
         changes |= {"max_tokens": 1, "stream": False}

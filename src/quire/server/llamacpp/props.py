@@ -9,13 +9,14 @@ from quire.server.http.context import Context, public_name
 from quire.server.llamacpp.replies import settings_of
 from quire.server.llamacpp.slots import total
 from quire.server.ollama.models import capabilities, template_of
+from quire.server.openai.generation import chat_defaults
 
 
 def described(context: Context) -> dict[str, Any]:
     """Describe the server, its model and what a completion gets that gives no parameters."""
     tokenizer, template = context.llm.tokenizer, template_of(context)
     found = capabilities(context)
-    defaults = context.llm.default_params.replace(max_tokens=None)
+    defaults = chat_defaults(context)
     special = {} if tokenizer is None else tokenizer.special_tokens
     return {
         "default_generation_settings": {

@@ -312,7 +312,7 @@ class Chat {
         el("button.button.small", { type: "button", onclick: () => (this.say(null), this.library.revive()) }, "Keep it"),
         el("button.button.small", { type: "button", onclick: () => (chatCopies.drop(this.library.id), (this.library.dirty = false), this.begin()) }, "Close it"),
       );
-    } else this.say(`The conversation is kept in this browser only. The server: ${visible(reason, 400)}`);
+    } else this.say(reason && `The conversation is kept in this browser only. The server: ${visible(reason, 400)}`);
   }
 
   say(...parts) {

@@ -12,7 +12,7 @@ const bodyOf = (document, version) => ({ title: (document.title ?? "").slice(0, 
 const byTime = (a, b) => b.updated - a.updated;
 
 export class Library {
-  /** @param {object} app @param {{changed: () => void, listed: () => void, lost: (reason: string) => void}} hear */
+  /** @param {object} app @param {{changed: () => void, listed: () => void, lost: (reason: string | null) => void}} hear */
   constructor(app, hear) {
     this.app = app;
     this.hear = hear;
@@ -153,7 +153,7 @@ export class Library {
         return;
       }
       [this.version, this.knownTo] = [done.version, this.started];
-      this.trouble = null;
+      if (this.trouble) this.hear.lost((this.trouble = null));
       this.keepCopy();
     } catch (error) {
       if (id === this.id) this.dirty = true;
@@ -242,7 +242,7 @@ export class Library {
         else this.hear.lost("deleted");
       }
       if (own && own.version > this.version && !this.writing) await this.pull().catch(() => {});
-      if (this.dirty && own) this.writeSoon();
+      if (this.dirty && (own || !this.version)) this.writeSoon();
     } else if (!this.list.length) {
       this.list = chatCopies.all().map((one) => ({ id: one.id, title: one.document.title ?? "", updated: one.updated ?? 0, version: one.version, pinned: one.document.pinned === true }));
       this.list.sort(byTime);
@@ -276,5 +276,6 @@ export class Library {
     chatCopies.drop(id);
     this.list = this.list.filter((one) => one.id !== id);
     this.hear.listed();
+    if (this.dirty) this.writeSoon(0);
   }
 }

@@ -127,6 +127,7 @@ export class Tree {
 
   /** Take over what another copy of the conversation has: of each message the later state. Returns whether something changed here. */
   merge(document) {
+    const fresh = !this.nodes.size;
     let changed = false;
     for (const [id, node] of Object.entries(document.nodes ?? {})) {
       const own = this.nodes.get(id);
@@ -134,14 +135,14 @@ export class Tree {
       this.nodes.set(id, node);
       changed = true;
     }
-    if ((document.titled ?? 0) > this.titled) {
-      [this.title, this.titled, changed] = [document.title, document.titled, true];
+    if (fresh || (document.titled ?? 0) > this.titled) {
+      [this.title, this.titled, changed] = [document.title ?? "", document.titled ?? 0, true];
     }
-    if ((document.pinnedAt ?? 0) > this.pinnedAt) {
-      [this.pinned, this.pinnedAt, changed] = [document.pinned, document.pinnedAt, true];
+    if (fresh || (document.pinnedAt ?? 0) > this.pinnedAt) {
+      [this.pinned, this.pinnedAt, changed] = [document.pinned ?? false, document.pinnedAt ?? 0, true];
     }
-    if ((document.settled ?? 0) > this.settled) {
-      [this.settings, this.settled, changed] = [document.settings, document.settled, true];
+    if (fresh || (document.settled ?? 0) > this.settled) {
+      [this.settings, this.settled, changed] = [document.settings ?? {}, document.settled ?? 0, true];
     }
     return changed;
   }
