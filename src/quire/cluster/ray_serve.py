@@ -8,7 +8,8 @@ a replica for each request, and ``NamedReplicaRouter`` sends it there. Ray count
 from __future__ import annotations
 
 import shlex
-import time
+import signal
+import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -126,8 +127,10 @@ def run(arguments: Sequence[str], state: Path, shape: ClusterShape, host: str, p
         serve.start(http_options=HTTPOptions(host=host, port=port, location="HeadOnly"))
         serve.run(application(arguments, state, shape), name=APP, route_prefix="/")
         print(f"Serving a cluster at http://{host}:{port} (Ctrl+C stops)", flush=True)
-        while True:
-            time.sleep(3600)
+        stopped = threading.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: stopped.set())
+        stopped.wait()
     except KeyboardInterrupt:
         pass
     finally:
