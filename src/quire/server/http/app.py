@@ -58,9 +58,8 @@ def create_app(llm: AsyncLLM, settings: ServerSettings | None = None) -> FastAPI
     if settings.adopt_from is not None and llm.kept is None:
         raise InvalidArgument("adopt_from needs state_dir, where the sessions continue", field="adopt_from")
     if llm.kept is not None:
-        context.sessions.keeper = SessionKeeper(
-            llm, llm.kept, owners, context.salt, settings.adopt_from and Path(settings.adopt_from)
-        )
+        others = None if settings.adopt_from is None else Path(settings.adopt_from)
+        context.sessions.keeper = SessionKeeper(llm, llm.kept, owners, context.salt, others)
 
     exporter = exporter_for(settings.otlp_endpoint)
 

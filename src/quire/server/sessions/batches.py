@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.async_llm import SampleDelta
+from quire.async_llm.stream import PromptProgress
 from quire.base.errors import QuireError
 from quire.base.outputs import CompletionOutput, RequestOutput
 from quire.base.sampling_params import SamplingParams
@@ -161,6 +162,11 @@ class MemberStream(AsyncIterator[SampleDelta]):
     def output(self) -> RequestOutput:
         """Return the output so far."""
         return self._stream.output
+
+    @property
+    def prompt_progress(self) -> PromptProgress | None:
+        """Return how much of the prompt is computed; None before it begins."""
+        return self._stream.prompt_progress
 
     async def __anext__(self) -> SampleDelta:
         try:
