@@ -590,7 +590,7 @@ class LLM:
 
     @property
     def identity(self) -> ModelIdentity:
-        """Return what identifies the model: states of two are alike if these are."""
+        """Return the model's identity. States of two models are alike if their identities are."""
         return self._parts.identity
 
     # -- reports -----------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ from quire.kv.formats import kv_format
 from quire.runner.local import LocalRunner
 from quire.runner.pool_budget import PoolSizes
 from quire.speculation import heads, likely_trees
-from quire.speculation.controller import Pace
+from quire.speculation.controller import FIRST_DRAFTS, GROWTH, Pace
 from quire.speculation.heads import Heads
 from quire.speculation.proposer import Context
 
@@ -241,8 +241,13 @@ def test_a_head_that_is_right_is_always_accepted(followers: Any, make_llm: MakeL
         counts = output.speculation
         assert counts is not None
         assert counts.accepted == counts.drafted
-        # The first token comes without drafts, and each step with them gives one more.
-        assert counts.steps <= -(-59 // (depth + 1)) + 1
+        # The first token comes without drafts, and each step with them gives one more. Beside
+        # others the drafts of a step grow with those that were accepted in the one before.
+        steps, tokens, accepted = 1, 1, 0
+        while tokens < 60:
+            accepted = min(depth, FIRST_DRAFTS + GROWTH * accepted)
+            steps, tokens = steps + 1, tokens + accepted + 1
+        assert counts.steps <= steps
     check_head(llm)
 
 

@@ -22,6 +22,7 @@ from quire.base.errors import FailedPrecondition, QuireError, Unsupported
 from quire.base.sampling_params import SamplingParams
 from quire.base.signatures import shown
 from quire.build import EXECUTOR_FACTORY
+from quire.channels.pair import channel_pair
 from quire.contracts.executor import (
     AudioData,
     DecodeInput,
@@ -187,6 +188,10 @@ def subjects(tinies: dict[str, Tiny], tmp_path_factory: pytest.TempPathFactory) 
         "num_states": lambda: 4,
         "num_sequences": lambda: 1,
         "length": lambda: 1,
+        "begin": lambda: 0,
+        "compressed_remote_position_map": lambda: [0],
+        "channel": lambda: channel_pair()[0],
+        "receiver": lambda: channel_pair()[0],
         "step": lambda: 1,
     }
     yield {

@@ -260,7 +260,7 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
 
     @property
     def stepper(self) -> Stepper:
-        """Return what steps the engine, for jobs and calls of other threads."""
+        """Return the engine's stepper, for jobs and calls of other threads."""
         return self._background.stepper
 
     identity = shared(LLM.identity)

@@ -73,7 +73,7 @@ class AsyncStream(AsyncIterator[SampleDelta], AbstractAsyncContextManager["Async
 
     @property
     def prompt_progress(self) -> PromptProgress | None:
-        """Return how far the prompt is; None before it has begun."""
+        """Return the prompt's progress; None before it has begun."""
         if self._job is None or not self._job.requests:
             return None
         first = self._job.requests[0]

@@ -114,7 +114,7 @@ class Listener:
         self, url: str, trust: Trust, serve: Callable[[SocketEnd], None], refused: Callable[[QuireError], None]
     ) -> None:
         """Listen at ``url``, and let ``serve`` have each end, which is closed when that returns.
-        ``refused`` is told of a peer whose greeting fails."""
+        ``refused`` gets the error of a peer whose greeting fails."""
         self.place, self._trust, self._serve, self._refused = Place.of(url), trust, serve, refused
         check_trust(self.place, trust)
         self._ends: set[SocketEnd] = set()

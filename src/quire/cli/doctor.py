@@ -166,7 +166,7 @@ def _link(rows: int = 2048, width: int = 1024, turns: int = 20) -> tuple[float, 
         line.use(stages, width)
         for count in (1, *[1] * turns, rows):
             line.give(line.receive(count)[:1])
-            line.settle()
+            line.finish_sends()
 
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(1) as pool:
         served = pool.submit(serve, Path(folder) / "meeting")
@@ -178,7 +178,7 @@ def _link(rows: int = 2048, width: int = 1024, turns: int = 20) -> tuple[float, 
             for _ in range(turns):
                 line.send(x_TW)
                 line.fetch(1)
-                line.settle()
+                line.finish_sends()
             return (time.perf_counter() - start) / turns
 
         timed(1, 1)

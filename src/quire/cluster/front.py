@@ -395,8 +395,8 @@ class _Reply:
 
 
 def prompt_text(path: str, body: Mapping[str, Any]) -> str:
-    """Return what a request's prompt begins with, as a text whose beginnings are those of prompts:
-    tools, then messages in their order, or the prompt itself. "" without a prompt."""
+    """Return a request's prompt as a text: tools, then messages in their order, or the prompt
+    itself. Prompts with a common beginning give texts with one. "" without a prompt."""
     messages = body.get("messages") or body.get("input")
     if messages is None and isinstance(body.get("prompt"), (str, list)):
         prompt = body["prompt"]
@@ -431,7 +431,7 @@ def _ids(path: str, body: Mapping[str, Any]) -> list[str]:
 
 
 def _key(call: Call, body: Mapping[str, Any]) -> str:
-    """Return what divides prefixes: the API key and the salt."""
+    """Return the API key and the salt, which divide prefixes."""
     keys = [value for name, value in call.headers if name.lower() in (b"authorization", b"x-api-key")]
     return f"{b' '.join(keys).decode(errors='replace')}\n{body.get('cache_salt') or ''}"
 

@@ -44,7 +44,7 @@ class PrefixMap:
                 yield count, here
 
     def add(self, blocks: Sequence[int], replica: str) -> None:
-        """Note that a replica gets these blocks."""
+        """Record blocks that a replica gets."""
         for block in reversed(blocks):  # so that the end of a prompt is forgotten before its beginning
             self._replicas.setdefault(block, set()).add(replica)
             self._replicas.move_to_end(block)

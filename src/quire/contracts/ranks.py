@@ -52,7 +52,7 @@ class Line(Protocol):
 
     def send(self, x_TW: Tensor) -> None:
         """Give the next stage the output of this one; not on the last stage. The tensor must not
-        change until ``settle``."""
+        change until ``finish_sends``."""
 
     def fetch(self, count: int) -> Tensor:
         """Return float32 ``[count, V]``, the next logits of the last stage, on rank 0."""
@@ -60,7 +60,7 @@ class Line(Protocol):
     def give(self, logits_RV: Tensor) -> None:
         """Give rank 0 logits; on the first slice of the last stage."""
 
-    def settle(self) -> None:
+    def finish_sends(self) -> None:
         """Wait until all that this rank has sent and fetched is there."""
 
 

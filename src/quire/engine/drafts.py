@@ -210,7 +210,11 @@ class Drafts:
             roomy = not self.are_trees or 2 * nodes <= spare
             if roomy and not self._state.missing_pages(batch.seqs, counts):
                 break
-            found = [depth // 2 for depth in found]
+            if max(found) > 1:
+                found = [depth // 2 for depth in found]
+            else:
+                left = sum(found) // 2  # of one draft each, the first half
+                found = [int(depth and sum(found[:place]) < left) for place, depth in enumerate(found)]
         return found
 
     def layers(self, requests: Sequence[Request]) -> tuple[int, ...]:

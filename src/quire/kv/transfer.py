@@ -30,7 +30,7 @@ class Transfer(ABC):
 
     @abstractmethod
     def told(self) -> str:
-        """Return how far it has come, for errors."""
+        """Return the progress, for errors."""
 
     def fail(self, error: QuireError) -> None:
         """Note the first error."""

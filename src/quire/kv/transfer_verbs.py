@@ -192,7 +192,7 @@ def check_transfers(state: StateParts) -> None:
 
 
 def advance(mark: SendMark, length: int) -> None:
-    """Note that the tokens below ``length`` count; send what stands at the end if it is reached."""
+    """Count the tokens below ``length``; send what stands at the end if it is reached."""
     mark.sent = max(mark.sent, min(length, mark.end))
     if mark.sent == mark.end and not mark.ended:
         mark.finish()

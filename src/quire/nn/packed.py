@@ -149,12 +149,18 @@ def parts_of(layer: object) -> Iterator[tuple[str, object]]:
 
 def place_late(part: object, place: Callable[[Tensor], Tensor]) -> None:
     """Give memory to the tensors of a layer that have none; ``LazyParameters.place``."""
-    if isinstance(part, list | tuple):
-        for one in part:
-            place_late(one, place)
-    elif type(part).__module__.startswith(LAYERS):
-        for name, value in parts_of(part):
-            if isinstance(value, Tensor) and value.is_meta:
-                object.__setattr__(part, name, place(value))
-            else:
-                place_late(value, place)
+    seen = set[int]()  # layers may know each other
+
+    def visit(one: object) -> None:
+        if isinstance(one, list | tuple):
+            for inner in one:
+                visit(inner)
+        elif type(one).__module__.startswith(LAYERS) and id(one) not in seen:
+            seen.add(id(one))
+            for name, value in parts_of(one):
+                if isinstance(value, Tensor) and value.is_meta:
+                    object.__setattr__(one, name, place(value))
+                else:
+                    visit(value)
+
+    visit(part)

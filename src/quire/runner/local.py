@@ -376,7 +376,7 @@ class LocalRunner:
         for begin in range(0, len(x_RE), most):
             logits_RV = self._head(x_RE[begin : begin + most])
             if self.line is not None and places is not None:
-                self.line.settle()
+                self.line.finish_sends()
             while places is not None and len(logits_RV):
                 count = min(len(places[chunk]) - offset, len(logits_RV))
                 places[chunk][offset : offset + count] = logits_RV[:count]

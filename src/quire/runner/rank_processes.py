@@ -161,7 +161,7 @@ class Ranks:
                 self._send(self._pipes[rank - 1], Put(seq, place, slots_N, part))
 
     def last_seen(self) -> list[Seen]:
-        """Return what the others have seen in the last step, besides logits."""
+        """Return the other ranks' results of the last step, besides logits."""
         with self._asking:
             self.send(SEEN)
             return [self._answer(pipe, torch_group.HANG_SECONDS) for pipe in self._pipes]

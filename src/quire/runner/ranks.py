@@ -121,7 +121,7 @@ class RankedRunner:
             self.ranks.is_running = bool(step.chunks)
             outputs = [self._inner.execute(part) for part in parts]
             if (line := self._inner.line) is not None and step.chunks:
-                line.settle()
+                line.finish_sends()
             if len(outputs) == 1:
                 return outputs[0]
             _, starts = logits_rows(step.chunks)
@@ -294,7 +294,7 @@ def serve_steps(runner: LocalRunner, pipe: Connection) -> None:
                     output = runner.execute(message)
                     seen = Seen(output.attention_weights, output.observed, output.hidden_states, output.features)
                     if runner.line is not None and message.chunks:
-                        runner.line.settle()
+                        runner.line.finish_sends()
                 except QuireError:
                     failed = True
                 runner.row_sources.sources.clear()

@@ -110,7 +110,7 @@ class TorchLine:
         except RuntimeError as error:
             raise RanksBroken(ENDED) from error
 
-    def settle(self) -> None:
+    def finish_sends(self) -> None:
         """See ``Line``."""
         moving, self._moving = self._moving, []
         for work, _ in moving:

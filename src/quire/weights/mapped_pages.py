@@ -19,8 +19,8 @@ LEAST = 1 << 20
 
 
 def drop_pages(tensor: Tensor) -> int:
-    """Drop the pages within a contiguous tensor that is a part of a mapped file, which nobody
-    writes; return their bytes. Other memory, and a small tensor, stays as it is."""
+    """Drop the pages within a contiguous tensor that is a part of a read-only mapped file;
+    return their bytes. Other memory, and a small tensor, stays as it is."""
     is_small = tensor.nbytes < LEAST
     if is_small or tensor.device.type != "cpu" or not tensor.is_contiguous() or not sys.platform.startswith("linux"):
         return 0

@@ -9,6 +9,7 @@ rows, I input, O output features; X maps of a stack, P rows of all of them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import groupby
 from typing import Any
 
@@ -34,7 +35,10 @@ class TritonBlocks:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._table = torch.tensor([*IQ4_VALUES, *FP4_VALUES], dtype=torch.int8, device=device)
+
+    @cached_property
+    def _table(self) -> Tensor:
+        return torch.tensor([*IQ4_VALUES, *FP4_VALUES], dtype=torch.int8, device=self._device)
 
     def refusal(self, weight_OI: Tensor, form: WeightForm) -> str:
         """See the contract."""

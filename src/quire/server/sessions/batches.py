@@ -165,7 +165,7 @@ class MemberStream(AsyncIterator[SampleDelta]):
 
     @property
     def prompt_progress(self) -> PromptProgress | None:
-        """Return how much of the prompt is computed; None before it begins."""
+        """Return the prompt's progress; None before it has begun."""
         return self._stream.prompt_progress
 
     async def __anext__(self) -> SampleDelta:

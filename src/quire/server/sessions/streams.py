@@ -78,7 +78,7 @@ class ClientSessionStream(AsyncIterator[SampleDelta]):
 
     @property
     def prompt_progress(self) -> PromptProgress | None:
-        """Return how far the prompt is; None before it has begun."""
+        """Return the prompt's progress; None before it has begun."""
         return None if self._stream is None else self._stream.prompt_progress
 
     @property
