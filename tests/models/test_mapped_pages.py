@@ -67,3 +67,14 @@ def test_memory_that_is_no_file_stays(tmp_path: Path, monkeypatch: pytest.Monkey
     assert mapped_pages.drop_pages(mapped.T) == 0
     assert mapped_pages.drop_pages(mapped[:1]) == 0
     assert torch.equal(mapped, copy)
+
+
+def test_what_was_written_into_a_private_map_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mapped_pages, "LEAST", 1)
+    (tmp_path / "values").write_bytes(bytes(1 << 16))
+    mapped = torch.from_file(str(tmp_path / "values"), shared=False, size=1 << 14, dtype=torch.float32)
+    assert mapped_pages.drop_pages(mapped) == mapped.nbytes
+    mapped[7000] = 1.0
+    assert mapped_pages.drop_pages(mapped) == 0
+    assert mapped[7000] == 1.0
+    assert mapped_pages.drop_pages(mapped[:4096]) == 4096 * 4
