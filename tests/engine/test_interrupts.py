@@ -333,7 +333,7 @@ def sweep(
     return raised
 
 
-@pytest.mark.product(2)
+@pytest.mark.product(3)
 @pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.__name__)
 def test_a_sample_of_all_lines(bed: Bed, verb: Callable[[Bed], None]) -> None:
     plain = bed.model.path.name == "llama"

@@ -1004,7 +1004,7 @@ def test_right_to_left(visit: Visit, inspected: Served, tmp_path: Path) -> None:
         assert listed.evaluate("one => getComputedStyle(one).direction") == "rtl", "its dots stand on the right"
 
 
-@pytest.mark.parametrize("width", [360, 768, 2560])
+@pytest.mark.parametrize("width", [360, *(pytest.param(wide, marks=pytest.mark.slow) for wide in (768, 2560))])
 def test_small_and_large_screens(width: int, visit: Visit, inspected: Served, tmp_path: Path) -> None:
     with talking(visit, inspected.url, viewport={"width": width, "height": 740}) as (page, _):
         bring(page, tmp_path, [{"role": "user", "content": "w" * 400}, {"role": "assistant", "content": TEXT}])

@@ -124,6 +124,7 @@ def test_numbers_at_the_bottom_are_those_of_the_engine(visit: Visit, inspected: 
     close_all(inspected.client)
 
 
+@pytest.mark.slow
 def test_a_thousand_sessions_leave_the_page_usable(visit: Visit, chat_folder: object) -> None:
     settings = ServerSettings(allow_edits=True, max_sessions=1100)
     with engine(chat_folder, kv_cache_memory="64MiB") as llm, serving(llm, settings) as served:

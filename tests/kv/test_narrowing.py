@@ -95,7 +95,7 @@ def kept_rows(most: int) -> st.SearchStrategy[list[bool]]:
 ENTRIES = st.lists(st.tuples(st.integers(0, 30), kept_rows(35)), min_size=1, max_size=3)
 
 
-@pytest.mark.parametrize("examples", [20, pytest.param(600, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [10, pytest.param(600, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_any_rows_of_any_batch(backend: str, examples: int) -> None:
     """Prompts, chunks and decodes of which any rows run, all of them among others; rows are given

@@ -57,7 +57,7 @@ def windowed(python_llm: LLM) -> bytes:
 
 @pytest.mark.parametrize(
     ("kind", "stride"),
-    [("plain", 2), *(pytest.param(kind, 1, marks=pytest.mark.slow) for kind in ("plain", "windowed"))],
+    [("plain", 4), *(pytest.param(kind, 1, marks=pytest.mark.slow) for kind in ("plain", "windowed"))],
 )
 def test_every_field_of_a_session(
     python_llm: LLM, tmp_path: Path, request: pytest.FixtureRequest, kind: str, stride: int
