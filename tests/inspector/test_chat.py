@@ -816,12 +816,13 @@ def test_files_are_dropped_anywhere_and_refused_by_what_they_are(visit: Visit, i
 def test_what_the_model_is_and_what_counts_by_default(visit: Visit, inspected: Served) -> None:
     with talking(visit, inspected.url) as (page, watch):
         watch.allow("400")
-        page.get_by_role("button", name="tiny-chat").click()
+        page.get_by_role("button", name=inspected.context.model_name).click()
         expect(page.get_by_role("dialog", name="About the model")).to_contain_text("Context")
         assert findings(page) == []
         page.keyboard.press("Escape")
         page.get_by_role("button", name="Settings", exact=True).click()
-        expect(page.get_by_label("Top p")).to_have_attribute("placeholder", "1")
+        usual = inspected.context.llm.default_params.top_p
+        expect(page.get_by_label("Top p")).to_have_attribute("placeholder", f"{usual:g}")
         page.get_by_label("Further fields").fill('{"stop": "%", "logit_bias": {"5": -100}}')
         page.get_by_label("Further fields").press("Tab")
         with page.expect_request(lambda one: one.url.endswith("/v1/chat/completions")) as sent:
