@@ -65,20 +65,25 @@ template <int FORM>
 struct PairCodes;
 
 #ifdef PAIRS
-// The bfloat16 of 0..127, byte by byte, and of -8..7, twice.
+constexpr uint32_t bfloat16_of(int value) {
+    const uint32_t sign = value < 0 ? 0x8000 : 0, size = value < 0 ? -value : value;
+    uint32_t exponent = 0;
+    while (size >> (exponent + 1)) exponent++;
+    return size == 0 ? 0 : sign | (127 + exponent) << 7 | (size << (7 - exponent) & 0x7f);
+}
+
+// The bfloat16 of 0..127, byte by byte, and of -8..7, twice. The compiler computes them: what computes when the library is loaded
+// runs on every processor, with the instructions of this target.
 struct Tables {
-    uint8_t low[128], high[128];
-    bfloat16 int4[32];
-    Tables() {
-        for (int code = 0; code < 128; code++) {
-            float value = (float)code;
-            uint32_t bits = loaded<uint32_t>(&value) >> 16;
-            low[code] = (uint8_t)bits, high[code] = (uint8_t)(bits >> 8);
-        }
-        for (int code = 0; code < 32; code++) put_one(int4 + code, (float)(code % 16) - 8);
+    uint8_t low[128] = {}, high[128] = {};
+    bfloat16 int4[32] = {};
+    constexpr Tables() {
+        for (int code = 0; code < 128; code++)
+            low[code] = (uint8_t)bfloat16_of(code), high[code] = (uint8_t)(bfloat16_of(code) >> 8);
+        for (int code = 0; code < 32; code++) int4[code] = (bfloat16)bfloat16_of(code % 16 - 8);
     }
 };
-const Tables tables;
+constexpr Tables tables;
 
 template <>
 struct PairCodes<INT8> {
