@@ -8,6 +8,7 @@
 #include <atomic>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 // One copy for each generation of vector instructions; the loader takes the best that the processor has.
@@ -31,30 +32,124 @@ namespace {
 
 constexpr int LANES = 16;
 
-typedef float Lanes __attribute__((vector_size(4 * LANES)));
-typedef uint32_t Bits __attribute__((vector_size(4 * LANES)));
-typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
-typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
+// Bytes of a vector register of the processors that a file is for. A file for several of them leaves it at 64.
+#ifndef REGISTER
+#define REGISTER 64
+#endif
+
+// GCC keeps a vector that is wider than a register in memory, and each operation reads and writes it there. Two that fit stay in
+// registers.
+template <typename V>
+struct Two {
+    typedef V Half;
+    V low, high;
+    template <typename U>
+    INLINE_METHOD explicit operator Two<U>() const { return {(U)low, (U)high}; }
+};
+template <typename T>
+constexpr bool is_two = false;
+template <typename V>
+constexpr bool is_two<Two<V>> = true;
+
+#define TWO_OPERATOR(sign)                                                                                                         \
+    template <typename V>                                                                                                         \
+    INLINE Two<V> operator sign(Two<V> a, Two<V> b) { return {a.low sign b.low, a.high sign b.high}; }                              \
+    template <typename V, typename S, typename = std::enable_if_t<std::is_arithmetic<S>::value>>                                  \
+    INLINE Two<V> operator sign(Two<V> a, S b) { return {a.low sign b, a.high sign b}; }                                            \
+    template <typename V, typename S, typename = std::enable_if_t<std::is_arithmetic<S>::value>>                                  \
+    INLINE Two<V> operator sign(S a, Two<V> b) { return {a sign b.low, a sign b.high}; }                                            \
+    template <typename V, typename S>                                                                                             \
+    INLINE Two<V>& operator sign##=(Two<V>& a, S b) { return a = a sign b; }
+TWO_OPERATOR(+)
+TWO_OPERATOR(-)
+TWO_OPERATOR(*)
+TWO_OPERATOR(/)
+TWO_OPERATOR(&)
+TWO_OPERATOR(|)
+TWO_OPERATOR(^)
+TWO_OPERATOR(<<)
+TWO_OPERATOR(>>)
+#undef TWO_OPERATOR
+template <typename V>
+INLINE Two<V> operator-(Two<V> a) { return {-a.low, -a.high}; }
+template <typename V>
+INLINE Two<V> operator~(Two<V> a) { return {~a.low, ~a.high}; }
+
+// COUNT numbers in PARTS vectors.
+template <typename T, int COUNT, int PARTS>
+struct Parts {
+    typedef Two<typename Parts<T, COUNT / 2, PARTS / 2>::type> type;
+};
+template <typename T, int COUNT>
+struct Parts<T, COUNT, 1> {
+    typedef T type __attribute__((vector_size(COUNT * sizeof(T))));
+};
+// LANES numbers, in as many vectors as numbers of 32 bits need registers; or bytes that are as large.
+template <typename T, int COUNT = LANES>
+using Several = typename Parts<T, COUNT, 64 / REGISTER>::type;
+
+typedef Several<float> Lanes;
+typedef Several<uint32_t> Bits;
+typedef Several<int32_t> Ints;
+typedef Several<uint16_t> Halves;
 typedef uint16_t bfloat16;
 
 // -- numbers ---------------------------------------------------------------------------------------------------------
 
 template <typename T>
 INLINE T loaded(const void* from) {
-    T value;
-    std::memcpy(&value, from, sizeof(T));
-    return value;
+    if constexpr (is_two<T>) {
+        typedef typename T::Half Half;
+        return {loaded<Half>(from), loaded<Half>((const char*)from + sizeof(Half))};
+    } else {
+        T value;
+        std::memcpy(&value, from, sizeof(T));
+        return value;
+    }
 }
 
 template <typename T>
 INLINE void store(void* to, T value) {
-    std::memcpy(to, &value, sizeof(T));
+    if constexpr (is_two<T>)
+        store(to, value.low), store((char*)to + sizeof(value.low), value.high);
+    else
+        std::memcpy(to, &value, sizeof(T));
+}
+
+// Number by number.
+template <typename To, typename From>
+INLINE To converted(From from) {
+    if constexpr (is_two<To>)
+        return {converted<typename To::Half>(from.low), converted<typename To::Half>(from.high)};
+    else
+        return __builtin_convertvector(from, To);
+}
+
+template <typename V>
+INLINE auto lane(V from, int number) {
+    if constexpr (is_two<V>) {
+        constexpr int COUNT = sizeof(V) / 8;
+        return number < COUNT ? lane(from.low, number) : lane(from.high, number - COUNT);
+    } else {
+        return from[number];
+    }
+}
+
+// Every two neighbours change places.
+template <typename V>
+INLINE V swapped(V x) {
+    if constexpr (is_two<V>)
+        return {swapped(x.low), swapped(x.high)};
+    else if constexpr (sizeof(V) == 64)
+        return __builtin_shufflevector(x, x, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
+    else if constexpr (sizeof(V) == 32)
+        return __builtin_shufflevector(x, x, 1, 0, 3, 2, 5, 4, 7, 6);
+    else
+        return __builtin_shufflevector(x, x, 1, 0, 3, 2);
 }
 
 INLINE Lanes wide(const float* from) { return loaded<Lanes>(from); }
-INLINE Lanes wide(const bfloat16* from) {
-    return (Lanes)(__builtin_convertvector(loaded<Halves>(from), Bits) << 16);
-}
+INLINE Lanes wide(const bfloat16* from) { return (Lanes)(converted<Bits>(loaded<Halves>(from)) << 16); }
 
 INLINE float wide_one(const float* from) { return *from; }
 INLINE float wide_one(const bfloat16* from) {
@@ -77,7 +172,7 @@ INLINE void put(float* to, Lanes value) { store(to, value); }
 INLINE void put(bfloat16* to, Lanes value) {
     Bits bits = (Bits)value;
     Bits nearest = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    store(to, __builtin_convertvector(chosen(no_number(value), Bits{} + 0x7fc0u, nearest), Halves));
+    store(to, converted<Halves>(chosen(no_number(value), Bits{} + 0x7fc0u, nearest)));
 }
 
 INLINE void put_one(float* to, float value) { *to = value; }
@@ -87,13 +182,18 @@ INLINE void put_one(bfloat16* to, float value) {
 }
 
 // The upper half is added to the lower one until one number is left.
-INLINE float total(Lanes lanes) {
-    typedef float Eight __attribute__((vector_size(32)));
-    typedef float Four __attribute__((vector_size(16)));
-    Eight eight = __builtin_shufflevector(lanes, lanes, 0, 1, 2, 3, 4, 5, 6, 7) +
-                  __builtin_shufflevector(lanes, lanes, 8, 9, 10, 11, 12, 13, 14, 15);
-    Four four = __builtin_shufflevector(eight, eight, 0, 1, 2, 3) + __builtin_shufflevector(eight, eight, 4, 5, 6, 7);
-    return (four[0] + four[2]) + (four[1] + four[3]);
+template <typename V>
+INLINE float total(V lanes) {
+    if constexpr (is_two<V>) {
+        return total(lanes.low + lanes.high);
+    } else if constexpr (sizeof(V) == 64) {
+        return total(__builtin_shufflevector(lanes, lanes, 0, 1, 2, 3, 4, 5, 6, 7) +
+                     __builtin_shufflevector(lanes, lanes, 8, 9, 10, 11, 12, 13, 14, 15));
+    } else if constexpr (sizeof(V) == 32) {
+        return total(__builtin_shufflevector(lanes, lanes, 0, 1, 2, 3) + __builtin_shufflevector(lanes, lanes, 4, 5, 6, 7));
+    } else {
+        return (lanes[0] + lanes[2]) + (lanes[1] + lanes[3]);
+    }
 }
 
 // -- threads ---------------------------------------------------------------------------------------------------------

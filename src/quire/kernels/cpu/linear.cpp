@@ -47,7 +47,7 @@ extern "C" {
 int quire_linear_level() {
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    const bool fma = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    const bool fma = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
     const bool wide = fma && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
     if (wide && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512bf16"))

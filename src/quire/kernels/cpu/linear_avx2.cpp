@@ -1,10 +1,12 @@
-// The products of linear.h with AVX2 and FMA.
+// The products of linear.h with AVX2, FMA and F16C.
+#define REGISTER 32
 #include "linear.h"
 
 #if defined(__x86_64__)
-TARGET_BEGIN("avx2,fma")
+#include <immintrin.h>
+TARGET_BEGIN("avx2,fma,f16c")
 
-constexpr int MOST_ROWS = 4;
+constexpr int MOST_ROWS = 6, MOST_SUMS = 12;
 
 #include "linear_tiles.h"
 

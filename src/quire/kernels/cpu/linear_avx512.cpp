@@ -8,7 +8,7 @@
 TARGET_BEGIN("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma")
 
 #define WIDE
-constexpr int MOST_ROWS = 12;
+constexpr int MOST_ROWS = 12, MOST_SUMS = 24;
 
 #include "linear_tiles.h"
 

@@ -9,7 +9,7 @@ TARGET_BEGIN("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512bf16,avx2,fma,
 
 #define PAIRS
 #define WIDE
-constexpr int MOST_ROWS = 12;
+constexpr int MOST_ROWS = 12, MOST_SUMS = 24;
 
 #include "linear_tiles.h"
 

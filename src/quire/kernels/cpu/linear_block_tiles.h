@@ -4,9 +4,9 @@
 
 namespace {
 
-template <int M>
+template <int M, int V>
 struct Products {
-    Lanes (&sums)[M][2];
+    Lanes (&sums)[M][V];
     const char* x;
     int64_t stride;
     template <int I>
@@ -20,24 +20,27 @@ struct Products {
 // A few rows: weights stay in registers.
 template <int KIND, int M>
 __attribute__((noinline)) void block_tile(const uint8_t* panel, int64_t inputs, Sums to, const char* x, int64_t stride) {
+    constexpr int V = BLOCK_VECTORS;
     const int64_t step = part_of(inputs);
-    Lanes totals[1][M][2] = {};
+    Lanes totals[2 / V][1][M][V] = {};
     for (int64_t k = 0; k < inputs; k += step) {
         const int64_t end = k + step < inputs ? k + step : inputs;
-        Lanes sums[M][2] = {};
+        Lanes sums[2 / V][M][V] = {};
         for (int64_t i = k; i < end; i += BLOCK_GROUP)
-            each_weight<KIND>(panel, i / BLOCK_GROUP, Products<M>{sums, x + i * (int64_t)sizeof(float), stride});
-        for (int m = 0; m < M; m++)
-            for (int n = 0; n < 2; n++) totals[0][m][n] = k ? totals[0][m][n] + sums[m][n] : sums[m][n];
+            for (int first = 0; first < 2; first += V)
+                each_weight<KIND, V>(panel, i / BLOCK_GROUP, first, Products<M, V>{sums[first / V], x + i * (int64_t)sizeof(float), stride});
+        for (int s = 0; s < 2 / V; s++)
+            for (int m = 0; m < M; m++)
+                for (int n = 0; n < V; n++) totals[s][0][m][n] = k ? totals[s][0][m][n] + sums[s][m][n] : sums[s][m][n];
     }
     to.is_first = true;
-    add_tile<M, 1>(to, totals, nullptr);
+    for (int first = 0; first < 2; first += V) add_tile<M, 1, V>(to.side(first), totals[first / V], nullptr);
 }
 
 #ifdef WIDE
 constexpr int FEW_BLOCK_ROWS = 8, SOME_BLOCK_ROWS = 16;
 #else
-constexpr int FEW_BLOCK_ROWS = 2, SOME_BLOCK_ROWS = 2;
+constexpr int FEW_BLOCK_ROWS = 4, SOME_BLOCK_ROWS = 4;
 #endif
 
 template <int KIND, int M>

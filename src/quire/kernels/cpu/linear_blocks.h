@@ -7,27 +7,66 @@ namespace {
 
 // -- numbers of a group ------------------------------------------------------------------------------------------------
 
-typedef uint8_t SmallBytes __attribute__((vector_size(LANES)));
-typedef int8_t SmallInts __attribute__((vector_size(LANES)));
-typedef int16_t SmallShorts __attribute__((vector_size(2 * LANES)));
+typedef Several<uint8_t> SmallBytes;
+typedef Several<int8_t> SmallInts;
+typedef Several<int16_t> SmallShorts;
 
 #ifdef WIDE
 INLINE Lanes from_halves(const uint8_t* from) { return (Lanes)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from)); }
 INLINE Bits bytes_of(const uint8_t* from) { return (Bits)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from)); }
 INLINE Lanes from_ints(const uint8_t* from) { return (Lanes)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from))); }
 INLINE Lanes from_counts(Bits counts) { return (Lanes)_mm512_cvtepi32_ps((__m512i)counts); }
+#elif REGISTER == 32
+INLINE Lanes from_halves(const uint8_t* from) {
+    const auto of = [](const uint8_t* half) { return (Lanes::Half)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)half)); };
+    return {of(from), of(from + LANES)};
+}
+INLINE Bits bytes_of(const uint8_t* from) {
+    const auto of = [](const uint8_t* half) { return (Bits::Half)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)half)); };
+    return {of(from), of(from + LANES / 2)};
+}
+INLINE Lanes from_ints(const uint8_t* from) {
+    const auto of = [](const uint8_t* half) {
+        return (Lanes::Half)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)half)));
+    };
+    return {of(from), of(from + LANES / 2)};
+}
+INLINE Lanes from_counts(Bits counts) { return converted<Lanes>((Ints)counts); }
 #else
 INLINE Lanes from_halves(const uint8_t* from) {
-    const Bits bits = __builtin_convertvector(loaded<Halves>(from), Bits), size = (bits & 0x7fffu) << 13, sign = (bits & 0x8000u) << 16;
+    const Bits bits = converted<Bits>(loaded<Halves>(from)), size = (bits & 0x7fffu) << 13, sign = (bits & 0x8000u) << 16;
     // A small one's leading bit is added and taken away again; no step has a number below 2^-126.
     const Lanes usual = (Lanes)(size + (112u << 23)), small = (Lanes)(size + (113u << 23)) - 0x1p-14f;
     return (Lanes)((Bits)chosen((Bits)((Ints)(size - (1u << 23)) >> 31), small, usual) | sign);
 }
 // In two steps: GCC 12 takes a conversion to four times the size apart into single numbers.
-INLINE Bits bytes_of(const uint8_t* from) { return __builtin_convertvector(__builtin_convertvector(loaded<SmallBytes>(from), Halves), Bits); }
-INLINE Lanes from_counts(Bits counts) { return __builtin_convertvector((Ints)counts, Lanes); }
+INLINE Bits bytes_of(const uint8_t* from) { return converted<Bits>(converted<Halves>(loaded<SmallBytes>(from))); }
+INLINE Lanes from_counts(Bits counts) { return converted<Lanes>((Ints)counts); }
 INLINE Lanes from_ints(const uint8_t* from) {
-    return __builtin_convertvector(__builtin_convertvector(__builtin_convertvector(loaded<SmallInts>(from), SmallShorts), Ints), Lanes);
+    return converted<Lanes>(converted<Ints>(converted<SmallShorts>(loaded<SmallInts>(from))));
+}
+#endif
+
+// table[code] of 16 numbers.
+#if REGISTER == 32
+INLINE Lanes looked_up(const float* table, Bits code) {
+    const __m256 low = _mm256_load_ps(table), high = _mm256_load_ps(table + 8);
+    const auto of = [&](__m256i half) {
+        const __m256 upper = _mm256_castsi256_ps(_mm256_slli_epi32(half, 28));  // whose sign is the highest bit of the code
+        return _mm256_blendv_ps(_mm256_permutevar8x32_ps(low, half), _mm256_permutevar8x32_ps(high, half), upper);
+    };
+    return {(Lanes::Half)of((__m256i)code.low), (Lanes::Half)of((__m256i)code.high)};
+}
+#else
+template <typename V = Lanes, typename W>
+INLINE V looked_up(const float* table, W code) {
+    if constexpr (is_two<V>) {
+        return {looked_up<typename V::Half>(table, code.low), looked_up<typename V::Half>(table, code.high)};
+    } else {
+        V found;
+        for (int lane = 0; lane < (int)(sizeof(V) / 4); lane++) found[lane] = table[code[lane]];
+        return found;
+    }
 }
 #endif
 
@@ -77,19 +116,17 @@ struct Numbers {
         Bits code = words >> (16 * (I % 2) + SHAPE.low * (I / 2)) & ((1u << SHAPE.low) - 1);
         if (SHAPE.high) code |= (above >> (16 * (I % 2) + SHAPE.high * (I / 2)) & ((1u << SHAPE.high) - 1)) << SHAPE.low;
         if constexpr (KIND < IQ4_NL) return from_counts(code - (uint32_t)SHAPE.offset);
-        Lanes found;
-        for (int lane = 0; lane < LANES; lane++) found[lane] = number_table<KIND>.of[code[lane]];
-        return found;
+        return looked_up(number_table<KIND>.of, code);
     }
 #endif
 };
 
-// Calls use.template at<I>(k, n, weights) for inputs k + I of the group, k = 0, 8, 16, 24, in order; n: half of the outputs.
-template <int KIND, int I, typename USE>
-INLINE void eight_weights(USE& use, int64_t k, const Numbers<KIND>& numbers, const uint8_t* codes, const Bits (&words)[2],
-                          const Bits (&above)[2], const Lanes (&scale)[2], const Lanes (&minimum)[2]) {
+// Calls use.template at<I>(k, n, weights) for inputs k + I of the group, k = 0, 8, 16, 24, in order; n: one of V vectors of outputs.
+template <int KIND, int I, int V, typename USE>
+INLINE void eight_weights(USE& use, int64_t k, const Numbers<KIND>& numbers, const uint8_t* codes, const Bits (&words)[V],
+                          const Bits (&above)[V], const Lanes (&scale)[V], const Lanes (&minimum)[V]) {
     if constexpr (I < 8) {
-        for (int n = 0; n < 2; n++) {
+        for (int n = 0; n < V; n++) {
             Lanes number;
             if constexpr (KIND == Q8_0)
                 number = from_ints(codes + (k + I) * PANEL + n * LANES);
@@ -100,15 +137,15 @@ INLINE void eight_weights(USE& use, int64_t k, const Numbers<KIND>& numbers, con
             else
                 use.template at<I>(k, n, number * scale[n]);
         }
-        eight_weights<KIND, I + 1>(use, k, numbers, codes, words, above, scale, minimum);
+        eight_weights<KIND, I + 1, V>(use, k, numbers, codes, words, above, scale, minimum);
     }
 }
 
 // The scales of a group, or of half of one.
-template <int KIND>
-INLINE void read_scales(Lanes (&scale)[2], Lanes (&minimum)[2], const uint8_t* scales, const uint8_t* head, int half) {
+template <int KIND, int V>
+INLINE void read_scales(Lanes (&scale)[V], Lanes (&minimum)[V], const uint8_t* scales, const uint8_t* head, int half) {
     constexpr BlockShape SHAPE = BLOCK_SHAPES[KIND];
-    for (int n = 0; n < 2; n++) {
+    for (int n = 0; n < V; n++) {
         if constexpr (KIND == MXFP4) {
             scale[n] = from_powers(scales + n * LANES);
         } else if constexpr (!SHAPE.units) {
@@ -129,35 +166,42 @@ INLINE void read_scales(Lanes (&scale)[2], Lanes (&minimum)[2], const uint8_t* s
     }
 }
 
-template <int KIND, typename USE>
-INLINE void each_weight(const uint8_t* panel, int64_t group, USE&& use) {
+// V vectors of outputs of a group, from vector ``first`` on.
+template <int KIND, int V, typename USE>
+INLINE void each_weight(const uint8_t* panel, int64_t group, int first, USE&& use) {
     constexpr BlockShape SHAPE = BLOCK_SHAPES[KIND];
     const Numbers<KIND> numbers;
-    const uint8_t *codes = panel + SHAPE.group(group), *high = codes + SHAPE.codes_size(), *scales = high + SHAPE.high_size();
-    const uint8_t* head = panel + SHAPE.head(group);
-    for (int64_t byte = 0; byte < SHAPE.group_size(); byte += 64) __builtin_prefetch(codes + byte + AHEAD, 0, 3);
-    Lanes scale[2] = {}, minimum[2] = {};
-    Bits words[2] = {}, above[2] = {};
-    if constexpr (!SHAPE.is_halved) read_scales<KIND>(scale, minimum, scales, head, 0);
+    const uint8_t *from = panel + SHAPE.group(group), *codes = from + first * (KIND == Q8_0 ? LANES : 64);
+    const uint8_t *high = from + SHAPE.codes_size() + first * 64, *scales = from + SHAPE.codes_size() + SHAPE.high_size() + first * LANES * (KIND == MXFP4 || SHAPE.units ? 1 : 2);
+    const uint8_t* head = panel + SHAPE.head(group) + 2 * first * LANES;
+    if (first == 0)
+        for (int64_t byte = 0; byte < SHAPE.group_size(); byte += 64) __builtin_prefetch(from + byte + AHEAD, 0, 3);
+    Lanes scale[V] = {}, minimum[V] = {};
+    Bits words[V] = {}, above[V] = {};
+    if constexpr (!SHAPE.is_halved) read_scales<KIND, V>(scale, minimum, scales, head, 0);
 #pragma GCC unroll 1
     for (int j = 0; j < 4; j++) {
         if constexpr (SHAPE.is_halved)
-            if (j % 2 == 0) read_scales<KIND>(scale, minimum, scales, head, j / 2);
-        for (int n = 0; n < 2; n++) {
+            if (j % 2 == 0) read_scales<KIND, V>(scale, minimum, scales, head, j / 2);
+        for (int n = 0; n < V; n++) {
             if constexpr (SHAPE.low == 4) words[n] = loaded<Bits>(codes + (2 * j + n) * 64);
             if constexpr (SHAPE.low == 2) words[n] = loaded<Bits>(codes + (j / 2 * 2 + n) * 64) >> (uint32_t)(j % 2 * 8);
             if constexpr (SHAPE.high == 2) above[n] = loaded<Bits>(high + (j / 2 * 2 + n) * 64) >> (uint32_t)(j % 2 * 8);
             if constexpr (SHAPE.high == 1) above[n] = loaded<Bits>(high + n * 64) >> (uint32_t)(4 * j);
         }
-        eight_weights<KIND, 0>(use, 8 * j, numbers, codes, words, above, scale, minimum);
+        eight_weights<KIND, 0, V>(use, 8 * j, numbers, codes, words, above, scale, minimum);
     }
 }
 
 // -- weights in a cache ------------------------------------------------------------------------------------------------
 
+// Vectors of outputs whose weights are made together.
+constexpr int BLOCK_VECTORS = REGISTER == 64 ? 2 : 1;
+
 // As FLOAT32 lies in a panel.
 struct WriteFloats {
     float* to;
+    WriteFloats of(int first) const { return {to + first * LANES}; }
     template <int I>
     __attribute__((always_inline)) void at(int64_t k, int n, Lanes weights) { store(to + (k + I) * PANEL + n * LANES, weights); }
 };
@@ -181,7 +225,8 @@ INLINE Bits pairs_of(Lanes even, Lanes odd) { return upper_halves(even) >> 16 | 
 // As BFLOAT16 lies in a panel.
 struct WritePairs {
     bfloat16* to;
-    Lanes even[2];
+    Lanes even[BLOCK_VECTORS] = {};
+    WritePairs of(int first) const { return {to + 2 * first * LANES}; }
     template <int I>
     __attribute__((always_inline)) void at(int64_t k, int n, Lanes weights) {
         if constexpr (I % 2 == 0)
@@ -191,13 +236,17 @@ struct WritePairs {
     }
 };
 
+template <int KIND, typename WRITE>
+INLINE void expand_group(const uint8_t* panel, int64_t group, WRITE write) {
+    for (int first = 0; first < 2; first += BLOCK_VECTORS) each_weight<KIND, BLOCK_VECTORS>(panel, group, first, write.of(first));
+}
 template <int KIND>
 __attribute__((noinline)) void expand_kind(float* to, const uint8_t* panel, int64_t first, int64_t inputs) {
-    for (int64_t k = 0; k < inputs; k += BLOCK_GROUP) each_weight<KIND>(panel, (first + k) / BLOCK_GROUP, WriteFloats{to + k * PANEL});
+    for (int64_t k = 0; k < inputs; k += BLOCK_GROUP) expand_group<KIND>(panel, (first + k) / BLOCK_GROUP, WriteFloats{to + k * PANEL});
 }
 template <int KIND>
 __attribute__((noinline)) void expand_kind(bfloat16* to, const uint8_t* panel, int64_t first, int64_t inputs) {
-    for (int64_t k = 0; k < inputs; k += BLOCK_GROUP) each_weight<KIND>(panel, (first + k) / BLOCK_GROUP, WritePairs{to + k * PANEL, {}});
+    for (int64_t k = 0; k < inputs; k += BLOCK_GROUP) expand_group<KIND>(panel, (first + k) / BLOCK_GROUP, WritePairs{to + k * PANEL});
 }
 
 // Calls function(kind, ...) with a kind that the compiler knows.

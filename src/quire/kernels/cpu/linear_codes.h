@@ -4,20 +4,29 @@
 
 namespace {
 
-typedef uint8_t Bytes __attribute__((vector_size(64)));
-typedef int32_t Whole __attribute__((vector_size(64)));
+typedef Several<uint8_t, 64> Bytes;
 
-// 64 codes as two vectors of pairs: a code in the lower byte of each half of 32 bits.
-INLINE void spread(Bytes from, Bits* first, Bits* second) {
-    const Bytes none = {};
-#define LANE(a) a, 64, a + 1, 64, a + 2, 64, a + 3, 64, a + 4, 64, a + 5, 64, a + 6, 64, a + 7, 64
-    *first = (Bits)__builtin_shufflevector(from, none, LANE(0), LANE(16), LANE(32), LANE(48));
-    *second = (Bits)__builtin_shufflevector(from, none, LANE(8), LANE(24), LANE(40), LANE(56));
-#undef LANE
+// The codes of a vector as two vectors of pairs: a code in the lower byte of each half of 32 bits.
+template <typename V, typename W>
+INLINE void spread(V from, W* first, W* second) {
+#define EIGHT(none, a) a, none, a + 1, none, a + 2, none, a + 3, none, a + 4, none, a + 5, none, a + 6, none, a + 7, none
+    if constexpr (is_two<V>) {
+        spread(from.low, &first->low, &second->low), spread(from.high, &first->high, &second->high);
+    } else if constexpr (sizeof(V) == 64) {
+        *first = (W)__builtin_shufflevector(from, V{}, EIGHT(64, 0), EIGHT(64, 16), EIGHT(64, 32), EIGHT(64, 48));
+        *second = (W)__builtin_shufflevector(from, V{}, EIGHT(64, 8), EIGHT(64, 24), EIGHT(64, 40), EIGHT(64, 56));
+    } else if constexpr (sizeof(V) == 32) {
+        *first = (W)__builtin_shufflevector(from, V{}, EIGHT(32, 0), EIGHT(32, 16));
+        *second = (W)__builtin_shufflevector(from, V{}, EIGHT(32, 8), EIGHT(32, 24));
+    } else {
+        *first = (W)__builtin_shufflevector(from, V{}, EIGHT(16, 0));
+        *second = (W)__builtin_shufflevector(from, V{}, EIGHT(16, 8));
+    }
+#undef EIGHT
 }
 
 INLINE Lanes value_of_int8(Bits code) {
-    Lanes size = __builtin_convertvector((Whole)(code & 0x7fu), Lanes);
+    Lanes size = converted<Lanes>((Ints)(code & 0x7fu));
     return (Lanes)((Bits)size | ((code & 0x80u) << 24));
 }
 // Inputs k and k + 1 from pairs of codes: the lower and the upper halves.
@@ -27,7 +36,7 @@ INLINE void put_int8(float* to, Bits pairs) {
     store(to + !ODD_FIRST * PANEL, value_of_int8(pairs >> 16));
 }
 
-INLINE Lanes value_of_int4(Bits code) { return __builtin_convertvector((Whole)(code & 15u) - 8, Lanes); }
+INLINE Lanes value_of_int4(Bits code) { return converted<Lanes>((Ints)(code & 15u) - 8); }
 
 // to[k][o]: values without scale of so many inputs of a panel; ODD_FIRST: of codes, with each two inputs in the opposite order.
 template <int FORM, bool ODD_FIRST = false>

@@ -56,18 +56,20 @@ struct Sums {
     Sums from(int64_t row, int64_t panel) const {
         return {to + panel * apart + row * PANEL, apart, is_first, results.from(row, panel * PANEL)};
     }
+    // Of a panel's outputs from vector ``n`` on.
+    Sums side(int n) const { return {to + n * LANES, apart, is_first, results.from(0, n * LANES)}; }
 };
 
 // Of a group the tile times scale[q][o] is added, also for the first: compilers fuse a product and a sum, or not, by what stands around.
 // ENDS: y has the results.
-template <int M, int Q, bool ENDS, typename T>
-INLINE void put_tile(const Sums& to, const Lanes (&sums)[Q][M][2], const float* scale, T* y) {
+template <int M, int Q, int V, bool ENDS, typename T>
+INLINE void put_tile(const Sums& to, const Lanes (&sums)[Q][M][V], const float* scale, T* y) {
 #pragma GCC unroll 16
     for (int m = 0; m < M; m++)
 #pragma GCC unroll 2
         for (int q = 0; q < Q; q++)
 #pragma GCC unroll 2
-            for (int n = 0; n < 2; n++) {
+            for (int n = 0; n < V; n++) {
                 float* place = to.to + q * to.apart + m * PANEL + n * LANES;
                 Lanes sum = sums[q][m][n];
                 if (scale)
@@ -84,14 +86,14 @@ INLINE void put_tile(const Sums& to, const Lanes (&sums)[Q][M][2], const float* 
             }
 }
 
-template <int M, int Q>
-INLINE void add_tile(const Sums& to, const Lanes (&sums)[Q][M][2], const float* scale) {
+template <int M, int Q, int V>
+INLINE void add_tile(const Sums& to, const Lanes (&sums)[Q][M][V], const float* scale) {
     if (!to.results.y)
-        put_tile<M, Q, false, float>(to, sums, scale, nullptr);
+        put_tile<M, Q, V, false, float>(to, sums, scale, nullptr);
     else if (to.results.is_bfloat16)
-        put_tile<M, Q, true, bfloat16>(to, sums, scale, (bfloat16*)to.results.y);
+        put_tile<M, Q, V, true, bfloat16>(to, sums, scale, (bfloat16*)to.results.y);
     else
-        put_tile<M, Q, true, float>(to, sums, scale, (float*)to.results.y);
+        put_tile<M, Q, V, true, float>(to, sums, scale, (float*)to.results.y);
 }
 
 }  // namespace

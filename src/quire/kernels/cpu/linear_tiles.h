@@ -1,9 +1,9 @@
-// The products of linear.h, in the vectors of the file that includes this. That file defines MOST_ROWS, the rows of a tile, so
-// that all sums stay in registers, and PAIRS if there are instructions for products of bfloat16 pairs.
+// The products of linear.h, in the vectors of the file that includes this. That file defines MOST_ROWS, the rows of a tile,
+// MOST_SUMS, the registers that hold its sums, and PAIRS if there are instructions for products of bfloat16 pairs.
 //
 // The sum of an output is made block by block of inputs, each from its first to its last, whatever other rows there are.
 //
-// Letters: M rows of a tile; a panel has two vectors of outputs.
+// Letters: M rows of a tile; Q panels; V vectors of outputs of each, of which a panel has two.
 
 #include "linear_codes.h"
 #include "linear_outputs.h"
@@ -66,59 +66,68 @@ INLINE void fetch(Coming& coming) {
     coming.at += coming.step;
 }
 
-template <int M, int Q, bool FETCH>
+template <int M, int Q, int V, bool FETCH>
 INLINE void tile(const Sums& to, Inputs<M, float> x, const float* w, int64_t apart, const float* end, int64_t inputs, const float* scale,
                  Coming coming) {
-    Lanes sums[Q][M][2] = {};
+    Lanes sums[Q][M][V] = {};
     for (int64_t k = 0; k < inputs; k++, w += PANEL, x.go(1)) {
         fetch<FETCH>(coming);
         const int64_t ahead = ahead_of<Q>(w, end, apart);
-        Lanes columns[Q][2];
+        Lanes columns[Q][V];
 #pragma GCC unroll 2
         for (int q = 0; q < Q; q++) {
-            columns[q][0] = loaded<Lanes>(w + q * apart), columns[q][1] = loaded<Lanes>(w + q * apart + LANES);
+#pragma GCC unroll 2
+            for (int n = 0; n < V; n++) columns[q][n] = loaded<Lanes>(w + q * apart + n * LANES);
             fetch<FETCH>(w + q * apart + ahead);
         }
 #pragma GCC unroll 16
         for (int m = 0; m < M; m++) {
             const float factor = x.of(m, 0);
 #pragma GCC unroll 2
-            for (int q = 0; q < Q; q++) sums[q][m][0] += columns[q][0] * factor, sums[q][m][1] += columns[q][1] * factor;
+            for (int q = 0; q < Q; q++)
+#pragma GCC unroll 2
+                for (int n = 0; n < V; n++) sums[q][m][n] += columns[q][n] * factor;
         }
     }
-    add_tile<M, Q>(to, sums, scale);
+    add_tile<M, Q, V>(to, sums, scale);
 }
 
 // Weights of bfloat16 pairs, widened.
-template <int M, int Q, bool FETCH>
+template <int M, int Q, int V, bool FETCH>
 INLINE void tile(const Sums& to, Inputs<M, float> x, const bfloat16* w, int64_t apart, const bfloat16* end, int64_t inputs,
                  const float* scale, Coming coming) {
-    Lanes sums[Q][M][2] = {};
+    Lanes sums[Q][M][V] = {};
     for (int64_t k = 0; k < inputs; k += 2, w += 2 * PANEL, x.go(2)) {
         fetch<FETCH>(coming);
         const int64_t ahead = ahead_of<Q>(w, end, apart);
 #pragma GCC unroll 2
         for (int q = 0; q < Q; q++) {
-            Bits first = loaded<Bits>(w + q * apart), second = loaded<Bits>(w + q * apart + 2 * LANES);
             fetch<FETCH>(w + q * apart + ahead), fetch<FETCH>(w + q * apart + ahead + PANEL);
-            Lanes even[2] = {(Lanes)(first << 16), (Lanes)(second << 16)};
-            Lanes odd[2] = {(Lanes)(first & 0xffff0000u), (Lanes)(second & 0xffff0000u)};
+            Lanes even[V], odd[V];
+#pragma GCC unroll 2
+            for (int n = 0; n < V; n++) {
+                const Bits pairs = loaded<Bits>(w + q * apart + 2 * n * LANES);
+                even[n] = (Lanes)(pairs << 16), odd[n] = (Lanes)(pairs & 0xffff0000u);
+            }
 #pragma GCC unroll 16
             for (int m = 0; m < M; m++) {
                 const float first_factor = x.of(m, 0), second_factor = x.of(m, 1);
-                sums[q][m][0] += even[0] * first_factor, sums[q][m][1] += even[1] * first_factor;
-                sums[q][m][0] += odd[0] * second_factor, sums[q][m][1] += odd[1] * second_factor;
+#pragma GCC unroll 2
+                for (int n = 0; n < V; n++) sums[q][m][n] += even[n] * first_factor;
+#pragma GCC unroll 2
+                for (int n = 0; n < V; n++) sums[q][m][n] += odd[n] * second_factor;
             }
         }
     }
-    add_tile<M, Q>(to, sums, scale);
+    add_tile<M, Q, V>(to, sums, scale);
 }
 
 #ifdef PAIRS
-template <int M, int Q, bool FETCH>
+template <int M, int Q, int V, bool FETCH>
 INLINE void tile(const Sums& to, Inputs<M, uint32_t> x, const bfloat16* w, int64_t apart, const bfloat16* end, int64_t inputs,
                  const float* scale, Coming coming) {
-    Lanes sums[Q][M][2] = {};
+    static_assert(V == 2, "registers hold the sums of a panel");
+    Lanes sums[Q][M][V] = {};
     for (int64_t k = 0; k < inputs; k += 2, w += 2 * PANEL, x.go(1)) {
         fetch<FETCH>(coming);
         const int64_t ahead = ahead_of<Q>(w, end, apart);
@@ -136,7 +145,7 @@ INLINE void tile(const Sums& to, Inputs<M, uint32_t> x, const bfloat16* w, int64
                 for (int n = 0; n < 2; n++) sums[q][m][n] = (Lanes)_mm512_dpbf16_ps((__m512)sums[q][m][n], columns[q][n], factor);
         }
     }
-    add_tile<M, Q>(to, sums, scale);
+    add_tile<M, Q, V>(to, sums, scale);
 }
 #endif
 
@@ -145,7 +154,13 @@ INLINE void tile_of(int64_t rows, const Sums& to, const char* x, int64_t stride,
                     const float* scale, Coming coming) {
     if constexpr (M > 1)
         if (rows < M) return tile_of<X, M - 1, Q, FETCH>(rows, to, x, stride, w, apart, end, inputs, scale, coming);
-    tile<M, Q, FETCH>(to, Inputs<M, X>(x, stride), w, apart, end, inputs, scale, coming);
+    constexpr int V = 2 * M * Q * (64 / REGISTER) <= MOST_SUMS ? 2 : 1;
+    tile<M, Q, V, FETCH>(to, Inputs<M, X>(x, stride), w, apart, end, inputs, scale, coming);
+    if constexpr (V == 1) {
+        const int64_t side = LANES * sizeof(float) / sizeof(W);
+        tile<M, Q, V, false>(to.side(1), Inputs<M, X>(x, stride), w + side, apart, end + side, inputs, scale ? scale + LANES : nullptr,
+                             {(const char*)w, 0});
+    }
 }
 
 #ifdef PAIRS
@@ -204,7 +219,7 @@ __attribute__((noinline)) void code_tile(const Linear& map, int64_t panel, Sums 
         }
     }
     to.is_first = true;
-    add_tile<M, Q>(to, totals, nullptr);
+    add_tile<M, Q, 2>(to, totals, nullptr);
 }
 
 // Of up to six rows; all sums and totals stay in registers.
@@ -218,6 +233,60 @@ INLINE void code_tile_of(int64_t rows, const Linear& map, int64_t panel, const S
     for (int q = 0; q < Q; q += SIDE) code_tile<M, SIDE, FORM>(map, panel + q, to.from(0, q), x, stride);
 }
 #endif
+
+// -- a few rows of floats ------------------------------------------------------------------------------------------------
+
+// Rows whose codes become floats in registers; for more rows they are written to a cache once.
+constexpr int FEW_FLOAT_ROWS = 4;
+
+// Calls use(input, values) for the next inputs of 16 outputs, in order.
+template <int FORM, typename USE>
+INLINE void each_code(const uint8_t* from, USE&& use) {
+    if constexpr (FORM == INT8) {
+        Bits pairs[2];
+        spread(loaded<Bytes>(from), pairs, pairs + 1);
+#pragma GCC unroll 2
+        for (int p = 0; p < 2; p++) use(2 * p, value_of_int8(pairs[p] & 0xffffu)), use(2 * p + 1, value_of_int8(pairs[p] >> 16));
+    } else {
+        const Bits codes = loaded<Bits>(from);
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; i++) use(i, value_of_int4(codes >> (16 * (i % 2) + 4 * (i / 2))));
+    }
+}
+
+template <int FORM, int M>
+__attribute__((noinline)) void float_code_tile(const Linear& map, int64_t panel, Sums to, const char* rows, int64_t stride) {
+    constexpr int INPUTS = FORM == INT8 ? 4 : 8;
+    const uint8_t* const codes = (const uint8_t*)map.weights + panel * panel_bytes(map);
+    const bfloat16* const scales = map.scales + panel * (map.inputs / map.group) * PANEL;
+    to.is_first = true;
+    Lanes totals[2][1][M][1] = {};
+    for (int64_t k = 0; k < map.inputs; k += map.group)
+#pragma GCC unroll 2
+        for (int n = 0; n < 2; n++) {
+            const uint8_t* from = codes + k / INPUTS * 2 * 64 + n * 64;
+            Inputs<M, float> x(rows + k * sizeof(float), stride);
+            Lanes sums[M] = {};
+            for (int64_t i = 0; i < map.group; i += INPUTS, from += 2 * 64, x.go(INPUTS)) {
+                __builtin_prefetch(from + AHEAD, 0, 3);
+                each_code<FORM>(from, [&](int input, Lanes values) __attribute__((always_inline)) {
+#pragma GCC unroll 4
+                    for (int m = 0; m < M; m++) sums[m] += values * x.of(m, input);
+                });
+            }
+            const Lanes scale = wide(scales + k / map.group * PANEL + n * LANES);
+#pragma GCC unroll 4
+            for (int m = 0; m < M; m++) totals[n][0][m][0] = totals[n][0][m][0] + sums[m] * scale;
+        }
+    for (int n = 0; n < 2; n++) add_tile<M, 1, 1>(to.side(n), totals[n], nullptr);
+}
+
+template <int FORM, int M>
+INLINE void float_code_tile_of(int64_t rows, const Linear& map, int64_t panel, const Sums& to, const char* x, int64_t stride) {
+    if constexpr (M > 1)
+        if (rows < M) return float_code_tile_of<FORM, M - 1>(rows, map, panel, to, x, stride);
+    float_code_tile<FORM, M>(map, panel, to, x, stride);
+}
 
 // -- rows ------------------------------------------------------------------------------------------------------------
 
@@ -273,6 +342,11 @@ INLINE void sum_panels(const Linear& map, int64_t panel, const Sums& sums, float
     if constexpr ((FORM == INT8 || FORM == INT4) && is_paired)
         if (rows <= FEW_ROWS) return code_tile_of<FEW_ROWS, Q, FORM>(rows, map, panel, sums, x, stride);
 #endif
+    if constexpr ((FORM == INT8 || FORM == INT4) && !is_paired && !ODD_FIRST)
+        if (rows <= FEW_FLOAT_ROWS) {
+            for (int q = 0; q < Q; q++) float_code_tile_of<FORM, FEW_FLOAT_ROWS>(rows, map, panel + q, sums.from(0, q), x, stride);
+            return;
+        }
     const int64_t bytes = panel_bytes(map), step = FORM >= INT8 ? map.group : part_of(map.inputs);
     const uint8_t* from = (const uint8_t*)map.weights + panel * bytes;
     if (FORM >= INT8)

@@ -1,5 +1,6 @@
 // Mixers of recurrent layers with AVX2: see recurrence_body.h.
 
+#define REGISTER 32
 #include <sched.h>
 
 #include "recurrence.h"

@@ -1,5 +1,6 @@
-// Mixers of recurrent layers with vectors that any compiler has: see recurrence_body.h.
+// Mixers of recurrent layers with vectors that any processor has: see recurrence_body.h.
 
+#define REGISTER 16
 #include <sched.h>
 
 #include "recurrence.h"

@@ -40,7 +40,7 @@ INLINE Lanes exp_of(Lanes given) {
     p = p * r + 1.f;
     p = p * r + 1.f;
     // Two factors, since one cannot be 2^128 or a denormal number.
-    Ints power = __builtin_convertvector(n, Ints), half = power >> 1;
+    Ints power = converted<Ints>(n), half = power >> 1;
     p = p * (Lanes)((half + 127) << 23) * (Lanes)((power - half + 127) << 23);
     return chosen(no_number(given), given, p);
 }
@@ -182,7 +182,7 @@ INLINE void run_row(const Gated<T, A>& work, int64_t row) {
     for (; i + LANES <= width; i += LANES) put(to + i, activated(A(), wide(gate + i)) * wide(up + i));
     for (; i < width; i++) {
         Lanes one = wide_one(gate + i) - Lanes{};
-        put_one(to + i, activated(A(), one)[0] * wide_one(up + i));
+        put_one(to + i, lane(activated(A(), one), 0) * wide_one(up + i));
     }
 }
 
@@ -240,7 +240,7 @@ INLINE void turn_pairs(T* to, const Normed<T, W>& head, const float* cos, const 
     int64_t i = 0;
     for (; i + LANES <= rotary; i += LANES) {
         Lanes own = values(head, i);
-        Lanes other = __builtin_shufflevector(own, own, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
+        Lanes other = swapped(own);
         put(to + i, own * wide(cos + i) + other * wide(sin + i));
     }
     for (; i < rotary; i += 2) {
