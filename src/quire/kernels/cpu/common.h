@@ -70,6 +70,21 @@ TWO_OPERATOR(^)
 TWO_OPERATOR(<<)
 TWO_OPERATOR(>>)
 #undef TWO_OPERATOR
+// All bits set or none in each number.
+template <typename V, typename S>
+INLINE auto operator<(Two<V> a, S b) {
+    if constexpr (is_two<S>)
+        return Two<decltype(a.low < b.low)>{a.low < b.low, a.high < b.high};
+    else
+        return Two<decltype(a.low < b)>{a.low < b, a.high < b};
+}
+template <typename V, typename S>
+INLINE auto operator>(Two<V> a, S b) {
+    if constexpr (is_two<S>)
+        return Two<decltype(a.low > b.low)>{a.low > b.low, a.high > b.high};
+    else
+        return Two<decltype(a.low > b)>{a.low > b, a.high > b};
+}
 template <typename V>
 INLINE Two<V> operator-(Two<V> a) { return {-a.low, -a.high}; }
 template <typename V>

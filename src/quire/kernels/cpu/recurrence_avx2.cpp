@@ -8,7 +8,7 @@
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #pragma GCC target("arch=x86-64-v3")
-#define MOST 1
+#define MOST 2
 #include "recurrence_body.h"
 
 const Mix quire_mix_avx2[2] = {mix<float>, mix<bfloat16>};

@@ -347,6 +347,8 @@ INLINE void walk(const Task& task, const Head& head, int64_t number, int64_t fir
 #if MOST >= 8
             for (; column + 8 * LANES <= values; column += 8 * LANES) step<8>(head, place, column, from, to[0]);
             for (; column + 4 * LANES <= values; column += 4 * LANES) step<4>(head, place, column, from, to[0]);
+#elif MOST >= 2
+            for (; column + 2 * LANES <= values; column += 2 * LANES) step<2>(head, place, column, from, to[0]);
 #endif
             for (; column + LANES <= values; column += LANES) step<1>(head, place, column, from, to[0]);
         }
