@@ -88,6 +88,16 @@ struct NumberTable {
 template <int KIND>
 alignas(64) constexpr NumberTable<KIND> number_table;
 
+// Where a number is the code itself, the offset of codes times the scale is subtracted behind the product, as minima are. All of these
+// products are exact.
+#ifdef WIDE
+template <int KIND>
+constexpr bool PLAIN_CODES = false;
+#else
+template <int KIND>
+constexpr bool PLAIN_CODES = KIND < IQ4_NL && BLOCK_SHAPES[KIND].offset != 0;
+#endif
+
 // Numbers of codes.
 template <int KIND>
 struct Numbers {
@@ -114,8 +124,15 @@ struct Numbers {
     template <int I>
     __attribute__((always_inline)) Lanes of(Bits words, Bits above) const {
         Bits code = words >> (16 * (I % 2) + SHAPE.low * (I / 2)) & ((1u << SHAPE.low) - 1);
-        if (SHAPE.high) code |= (above >> (16 * (I % 2) + SHAPE.high * (I / 2)) & ((1u << SHAPE.high) - 1)) << SHAPE.low;
-        if constexpr (KIND < IQ4_NL) return from_counts(code - (uint32_t)SHAPE.offset);
+        if constexpr (SHAPE.high > 0) {
+            constexpr int UP = SHAPE.low - 16 * (I % 2) - SHAPE.high * (I / 2);
+            constexpr uint32_t MASK = ((1u << SHAPE.high) - 1) << SHAPE.low;
+            if constexpr (UP > 0)
+                code |= above << UP & MASK;
+            else
+                code |= above >> -UP & MASK;
+        }
+        if constexpr (KIND < IQ4_NL) return from_counts(code);
         return looked_up(number_table<KIND>.of, code);
     }
 #endif
@@ -132,7 +149,7 @@ INLINE void eight_weights(USE& use, int64_t k, const Numbers<KIND>& numbers, con
                 number = from_ints(codes + (k + I) * PANEL + n * LANES);
             else
                 number = numbers.template of<I>(words[n], above[n]);
-            if constexpr (BLOCK_SHAPES[KIND].has_minima)
+            if constexpr (BLOCK_SHAPES[KIND].has_minima || PLAIN_CODES<KIND>)
                 use.template at<I>(k, n, number * scale[n] - minimum[n]);
             else
                 use.template at<I>(k, n, number * scale[n]);
@@ -163,6 +180,7 @@ INLINE void read_scales(Lanes (&scale)[V], Lanes (&minimum)[V], const uint8_t* s
                 minimum[n] = minima * from_counts(KIND == Q2_K ? both >> 4 : bytes_of(from + PANEL));
             }
         }
+        if constexpr (PLAIN_CODES<KIND>) minimum[n] = scale[n] * (float)SHAPE.offset;
     }
 }
 
