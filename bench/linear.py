@@ -23,7 +23,7 @@ from quire.base.errors import QuireError, Unsupported
 from quire.contracts.linear import WeightForm
 from quire.kernels.linear.cpu_linear import FORMS, native_linear
 from quire.kernels.native_library import native_problem
-from quire_bench.hardware import measure
+from quire_bench.hardware import measure, packs
 from quire_bench.reports import interleave, print_json, print_table
 
 WEIGHT_BYTES = 400 << 20
@@ -46,7 +46,7 @@ def candidates(weights: list[Tensor], x_TI: Tensor) -> tuple[dict[str, Callable[
     ops: Any = torch.ops.mkldnn
     runs: dict[str, Callable[[], None]] = {}
     plain = sum(weight.nbytes for weight in weights)
-    if hasattr(ops, "_linear_pointwise"):
+    if packs(x_TI.device, x_TI.dtype):
         packed = [ops._reorder_linear_weight(weight, 16) for weight in weights]
         runs["oneDNN, packed"] = partial(
             each, lambda one: ops._linear_pointwise(x_TI, one, None, "none", [], ""), packed

@@ -147,7 +147,7 @@ def _read_gbps(device: torch.device, size: int, budget: float) -> dict[str, floa
         methods: dict[str, Callable[[], Tensor]] = {f"gemv {name}": partial(torch.mv, matrix, vector)}
         if dtype == torch.float32:
             methods["max int32"] = matrix.view(torch.int32).amax
-        if _packs(device):
+        if packs(device, dtype):
             methods[f"packed {name}"] = packed_product(matrix, vector.unsqueeze(0))
         for method, function in methods.items():
             taken = best_seconds(function, budget=budget / 5, synchronize=_synchronize(device))
@@ -163,8 +163,13 @@ def packed_product(weight_OI: Tensor, input_BI: Tensor) -> Callable[[], Tensor]:
     return partial(ops._linear_pointwise, input_BI, packed, None, "none", [], "")
 
 
-def _packs(device: torch.device) -> bool:
-    return device.type == "cpu" and bool(torch._C._has_mkldnn)
+def packs(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether oneDNN packs weights of this dtype here; of 16 bits it needs AVX-512 or the
+    like."""
+    if device.type != "cpu" or not torch._C._has_mkldnn:
+        return False
+    supports = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+    return dtype not in supports or bool(getattr(torch.ops.mkldnn, supports[dtype])())
 
 
 def _gemm_tflops(device: torch.device, dtype: torch.dtype, budget: float) -> dict[str, float]:
@@ -178,7 +183,7 @@ def _gemm_tflops(device: torch.device, dtype: torch.dtype, budget: float) -> dic
         else:
             b = a.normal_().clone()
             methods = [partial(torch.mm, a, b, out=torch.empty_like(a))]
-            methods += [packed_product(b, a)] if _packs(device) else []
+            methods += [packed_product(b, a)] if packs(device, dtype) else []
         started = time.perf_counter()
         taken = min(
             best_seconds(method, budget=left / 4 / len(methods), synchronize=_synchronize(device)) for method in methods

@@ -80,7 +80,7 @@ def test_doctor_tells_what_to_expect(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert run("doctor", monkeypatch=monkeypatch) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert re.search(rf"reads {rate} GB/s from memory by \d+ threads", out)
-    assert re.search(rf"products TFLOP/s by the form of the weights: float32 {rate}, bfloat16 {rate}", out)
+    assert re.search(rf"products GFLOP/s by the form of the weights: float32 {rate}, bfloat16 {rate}", out)
     assert re.search(rf"8B parameters {rate} and {rate} in bfloat16 \(15 GiB\)", out)
     assert run("doctor", "--model", "tiny-python", monkeypatch=monkeypatch) == 0
     out = " ".join(capsys.readouterr().out.split())

@@ -89,9 +89,13 @@ def test_extreme_decays(kind: str, decay: str) -> None:
 
 @pytest.mark.parametrize("beta", [0.0, 1.0, 2.0])
 def test_systems_far_from_the_identity(beta: float) -> None:
-    """One key throughout; with beta 2 nothing of an error fades, so the inverse is all of it."""
+    """One key throughout; with beta 2 nothing of an error fades, so the inverse is all of it.
+
+    Nothing decays: NumPy's e^x is off by 1.8 units in the last place on some processors, by 0.5 on
+    others, and these systems make such a difference a hundred times as large.
+    """
     plan = chain_plan([130])
-    inputs = make(plan, "head", True, heads=1, log_decay=torch.full((130, 1), -1e-3))
+    inputs = make(plan, "head", True, heads=1, log_decay=torch.zeros(130, 1))
     assert inputs.beta is not None
     alike = replace(inputs, k=inputs.k[:1].expand_as(inputs.k), beta=torch.full_like(inputs.beta, beta))
     assert_close(run(BACKEND, plan, alike), plan, alike)

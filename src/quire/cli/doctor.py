@@ -224,10 +224,10 @@ def measured(path: Path | None = None) -> list[Finding]:
 
     outline = None if path is None else outline_of(path)
     rates = measure()
-    products = ", ".join(f"{form} {rate / 1e12:.2f}" for form, rate in rates.products.items())
+    products = ", ".join(f"{form} {rate / 1e9:.3g}" for form, rate in rates.products.items())
     findings = [
         Finding("reads", f"{rates.reads / 1e9:.1f} GB/s from memory by {torch.get_num_threads()} threads"),
-        Finding("products", f"TFLOP/s by the form of the weights: {products}"),
+        Finding("products", f"GFLOP/s by the form of the weights: {products}"),
     ]
 
     def speed(form: str, parameters: float, nbytes: float) -> str:
