@@ -291,13 +291,12 @@ INLINE void float_code_tile_of(int64_t rows, const Linear& map, int64_t panel, c
 // -- rows ------------------------------------------------------------------------------------------------------------
 
 // Whether panels are read two at a time, by blocks of half as many rows: a few rows need more sums side by side, and many are
-// multiplied from a cache, where that loads less for each product. In between one panel is read once for all rows.
-INLINE bool in_twos(int64_t rows) { return rows <= MOST_ROWS / 2 || rows > 4 * MOST_ROWS; }
-
-// How many blocks of rows there are; they differ by one row at most.
-INLINE int64_t blocks_of(int64_t rows) {
-    const int64_t most = in_twos(rows) && MOST_ROWS > 1 ? MOST_ROWS / 2 : MOST_ROWS;
-    return (rows + most - 1) / most;
+// multiplied from a cache, where that loads less for each product. Half panels of long blocks do not gain, as they are read from the
+// second cache. In between one panel is read once for all rows.
+template <int FORM>
+INLINE bool in_twos(int64_t rows) {
+    constexpr bool IS_NEAR = REGISTER == 64 || FORM == INT8 || FORM == INT4;
+    return rows <= MOST_ROWS / 2 || (IS_NEAR && rows > 4 * MOST_ROWS);
 }
 
 // Q panels' part times all rows of x, which begin at these inputs. ``coming``: so many bytes of weights that are needed after these.
@@ -305,7 +304,8 @@ template <int Q, typename X, typename W>
 __attribute__((noinline)) void tiles(const Sums& sums, int64_t rows, const char* x, int64_t stride, const W* w, int64_t apart, const W* end,
                                      int64_t inputs, const float* scale, const char* coming, int64_t bytes) {
     constexpr int MOST = Q == 2 ? MOST_ROWS / 2 : MOST_ROWS;
-    const int64_t count = blocks_of(rows), share = count > 1 ? bytes / (count - 1) : 0, lines = inputs * sizeof(W) / sizeof(float);
+    // Blocks of rows, which differ by one row at most.
+    const int64_t count = (rows + MOST - 1) / MOST, share = count > 1 ? bytes / (count - 1) : 0, lines = inputs * sizeof(W) / sizeof(float);
     const int64_t step = share / lines;
     for (int64_t i = 0; i < count; i++) {
         const int64_t from = rows * i / count, some = rows * (i + 1) / count - from;
@@ -425,7 +425,7 @@ INLINE void run_items(LinearCall& call, int64_t thread) {
         const int64_t unit = rows > 4 * MOST_ROWS ? 2 : 1, units = (panels + unit - 1) / unit;
         int64_t panel = units * part / call.parts * unit;
         const int64_t end = units * (part + 1) / call.parts * unit, stop = end < panels ? end : panels;
-        if (in_twos(rows))
+        if (in_twos<FORM>(rows))
             for (; panel + 2 <= stop; panel += 2) run_panels<2, FORM, X, T, ODD_FIRST>(call, panel, first, rows, x, stride, sums, panels_room);
         for (; panel < stop; panel++) run_panels<1, FORM, X, T, ODD_FIRST>(call, panel, first, rows, x, stride, sums, panels_room);
         __atomic_fetch_add(&call.done, 1, __ATOMIC_RELEASE);
