@@ -47,7 +47,8 @@ extern "C" {
 int quire_linear_level() {
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    const bool fma = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    // Every processor with AVX2 has F16C, whose name some compilers do not know here.
+    const bool fma = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     const bool wide = fma && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
     if (wide && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512bf16"))
