@@ -21,6 +21,7 @@ from quire.kernels.linear import cpu_linear
 from quire.kernels.linear.cpu_linear import EMULATED, FORMS, TILES, WIDE, NativeLinear, native_linear
 from quire.kernels.linear.packed_memory import SLAB
 from quire.kernels.native_library import native_library, native_problem
+from quire.kernels.rows.cpu_rows import native_rows
 from quire.weights import packed
 from quire.weights.packed import multiply, pack, unpack
 
@@ -55,6 +56,19 @@ def bound(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Te
     return summed * (weight.shape[1] + 8) * 2.0**-23
 
 
+@pytest.fixture(params=[0, 1, 2])
+def rows_level(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Packing at each level; a level that the processor lacks is skipped."""
+    rows = native_rows()
+    assert rows is not None
+    best = rows.use_level(9)
+    if request.param > best:
+        pytest.skip(f"this processor has no level {request.param}")
+    yield rows.use_level(request.param)
+    rows.use_level(best)
+
+
+@pytest.mark.usefixtures("rows_level")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("outputs", "inputs"), [(1, 8), (31, 16), (32, 32), (33, 96), (70, 192), (64, 1032)])
 def test_layouts_are_those_of_the_reference(form: WeightForm, outputs: int, inputs: int) -> None:
