@@ -46,30 +46,42 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of the cases of ``product(n)`` one of n is quick: of two parameters and more each value is
     among them. So of ``turns(n)``, where the name of the test says with which case to begin: what
     one test leaves out is in another one.
+
+    In ``make test`` slow tests are left out here, before other hooks look at each of them.
     """
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("product") or (share(item) and not item.get_closest_marker("slow")):
-            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for test, cases in tests.items():
-        begin = 0 if cases[0].get_closest_marker("product") else zlib.crc32(test.rpartition("::")[2].encode())
-        quick = [case for case, place in zip(cases, places(cases), strict=True) if (begin + place) % share(case) == 0]
+        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for test, all_cases in tests.items():
+        count, is_product = share(all_cases[0])
+        cases = [case for case in all_cases if is_product or not case.get_closest_marker("slow")] if count else []
+        if not cases:
+            continue
+        begin = 0 if is_product else zlib.crc32(test.rpartition("::")[2].encode())
+        quick = [case for case, place in zip(cases, places(cases), strict=True) if (begin + place) % count == 0]
         for case in cases:
             if case not in (quick or cases[begin % len(cases) :][:1]):
                 case.add_marker(pytest.mark.slow)
+    if config.getoption("markexpr") == "not slow":
+        kept: tuple[list[pytest.Item], list[pytest.Item]] = [], []
+        for item in items:
+            kept[item.get_closest_marker("slow") is None].append(item)
+        items[:] = kept[True]
+        config.hook.pytest_deselected(items=kept[False])
 
 
-def share(item: pytest.Item) -> int:
-    """Of how many cases one is quick; 0: all are."""
-    for name in ("product", "turns"):
-        if found := item.get_closest_marker(name):
-            return int(found.args[0])
+def share(item: pytest.Item) -> tuple[int, bool]:
+    """Of how many cases of a test one is quick, 0 if all are; and whether they are a product."""
+    if found := item.get_closest_marker("product"):
+        return int(found.args[0]), True
+    if found := item.get_closest_marker("turns"):
+        return int(found.args[0]), False
     params = item.callspec.params if hasattr(item, "callspec") else {}
-    return max((count for name, count in TURNS.items() if name in params), default=0)
+    return max((count for name, count in TURNS.items() if name in params), default=0), False
 
 
 def places(cases: list[pytest.Item]) -> Iterator[int]:

@@ -17,6 +17,7 @@ from typing import Any, cast
 import pytest
 import torch
 from tests.exact import TINY_PYTHON
+from tests.ranks.thread_ranks import ranks_as_threads
 from torch import Tensor
 
 from quire import LLM, SamplingParams
@@ -111,7 +112,7 @@ def test_in_bfloat16_ranks_are_as_near_to_float32_as_one_process(one: LLM) -> No
     exact = log_probabilities(one)
     errors = []
     for size in (1, 2):
-        with made(size, dtype="bfloat16") as llm:
+        with ranks_as_threads(), made(size, dtype="bfloat16") as llm:
             errors.append((log_probabilities(llm) - exact).square().mean().sqrt())
     # The same number of roundings to 8 bits; those of the parts are of smaller numbers. The mean of
     # 24 errors varies by a quarter.
@@ -177,7 +178,7 @@ def test_drafts_and_preemptions() -> None:
     found = []
     for size in (1, 2):
         # A rank's pages are half as large.
-        with made(size, **{**options, "kv_cache_memory": f"{512 // size}KiB"}) as llm:
+        with ranks_as_threads(), made(size, **{**options, "kv_cache_memory": f"{512 // size}KiB"}) as llm:
             found.append(texts(llm, params))
             metrics = llm.metrics()
             assert metrics["quire:num_preemptions_total"] > 0

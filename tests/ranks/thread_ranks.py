@@ -10,6 +10,7 @@ import os
 import subprocess
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -71,8 +72,8 @@ class Turns:
         return call
 
 
-@pytest.fixture(scope="module")
-def thread_ranks() -> Iterator[None]:
+@contextmanager
+def ranks_as_threads() -> Iterator[None]:
     """Ranks are threads; each lowers the number of PyTorch's threads, which they share."""
     threads = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
@@ -89,3 +90,10 @@ def thread_ranks() -> Iterator[None]:
             patch.setattr(kind, name, turns.waiting(getattr(kind, name)))
         yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def thread_ranks() -> Iterator[None]:
+    """All ranks of a module are threads."""
+    with ranks_as_threads():
+        yield

@@ -19,8 +19,10 @@ REASON = "QUIRE_REAL_MODELS names no directory with NAME.gguf and NAME/"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
     for item in items:
-        if Path(__file__).parent in item.path.parents:
+        # Comparing all parents of a path takes longer than all other hooks for 30,000 items.
+        if item.path.parent == here:
             item.add_marker(pytest.mark.real)
             item.add_marker(pytest.mark.timeout(3000))
             item.add_marker(pytest.mark.skipif(not FILES, reason=REASON))

@@ -303,7 +303,7 @@ def test_prompt_logprobs(client: httpx.Client, served: Served) -> None:
 
 def test_long_answers(client: httpx.Client, served: Served) -> None:
     """Which are written off the event loop."""
-    prompt = DIFFICULT * 50
+    prompt = DIFFICULT * 25
     body = {"prompt": prompt, "max_tokens": 0, "echo": True, "logprobs": 0, "n": 2}
     first, second = complete(client, **body)["choices"]
     assert served.llm.tokenizer is not None

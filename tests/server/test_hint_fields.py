@@ -16,8 +16,7 @@ from quire.server.http.settings import ServerSettings
 from quire.text.tokenizer import Tokenizer
 
 from .conftest import Served, pages_free, serving, wait_for
-
-openai = pytest.importorskip("openai")
+from .official import openai
 
 TEXT = "def f(x):\n    return [x, x + 1, x + 2, x * 3, x ** 4]\n\n"
 LIMITS: dict[str, Any] = {"max_tokens": 2, "temperature": 0}
@@ -435,7 +434,7 @@ def test_streams_end_with_what_was_done(served: Served, with_usage: bool) -> Non
 
 
 def test_the_official_client(chat_served: Served) -> None:
-    with openai.OpenAI(
+    with openai().OpenAI(
         base_url=f"{chat_served.url}/v1", api_key="none", max_retries=0, http_client=httpx.Client(trust_env=False)
     ) as api:
         marked: Any = [{"role": "user", "content": [{"type": "text", "text": TEXT, "cache_control": MARK}]}]
@@ -451,7 +450,7 @@ def test_the_official_client(chat_served: Served) -> None:
         chunks = list(api.chat.completions.create(**options, extra_body=extra, stream=True))
         assert chunks[-1].choices[0].finish_reason == "length"
         assert len(chunks[-1].model_extra["quire"]["hints"]) == 3
-        with pytest.raises(openai.BadRequestError) as caught:
+        with pytest.raises(openai().BadRequestError) as caught:
             api.chat.completions.create(**options, extra_body={"kv_hints": {"actions": []}})
         assert caught.value.param == "kv_hints.protocol_version"
 

@@ -12,10 +12,9 @@ import pytest
 from tests.exact import TINY_PYTHON
 
 from .conftest import Served
+from .official import openai
 from .test_completions import alone
 from .test_disconnects import broken_at, generated, until_free
-
-openai = pytest.importorskip("openai")
 
 PROMPT = "def fib(n):"
 MESSAGES: Any = [{"role": "user", "content": PROMPT}]
@@ -35,7 +34,7 @@ TOOL: Any = {
 
 @pytest.fixture
 def api(served: Served) -> Iterator[Any]:
-    with openai.OpenAI(
+    with openai().OpenAI(
         base_url=f"{served.url}/v1", api_key="none", max_retries=0, http_client=httpx.Client(trust_env=False)
     ) as client:
         yield client
@@ -43,7 +42,7 @@ def api(served: Served) -> Iterator[Any]:
 
 @pytest.fixture
 def chat_api(chat_served: Served) -> Iterator[Any]:
-    with openai.OpenAI(
+    with openai().OpenAI(
         base_url=f"{chat_served.url}/v1", api_key="none", max_retries=0, http_client=httpx.Client(trust_env=False)
     ) as client:
         yield client
@@ -170,18 +169,18 @@ def test_tools(chat_api: Any) -> None:
 
 
 def test_errors(api: Any, chat_api: Any) -> None:
-    with pytest.raises(openai.BadRequestError) as caught:
+    with pytest.raises(openai().BadRequestError) as caught:
         api.completions.create(model="tiny-python", prompt=PROMPT, temperature=-1)
     assert caught.value.param == "temperature"
     assert "temperature" in caught.value.message
     for stream in (False, True):
-        with pytest.raises(openai.NotFoundError) as missing:
+        with pytest.raises(openai().NotFoundError) as missing:
             api.completions.create(model="no-such-model", prompt=PROMPT, stream=stream)
         assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
-        with pytest.raises(openai.BadRequestError) as caught:
+        with pytest.raises(openai().BadRequestError) as caught:
             api.completions.create(model="tiny-python", prompt=PROMPT, suffix="end", stream=stream)
         assert caught.value.param == "suffix"
-    with pytest.raises(openai.BadRequestError) as caught:
+    with pytest.raises(openai().BadRequestError) as caught:
         chat_api.chat.completions.create(model="tiny-chat", messages=[])
     assert caught.value.param == "messages"
 
@@ -190,7 +189,7 @@ def test_errors_in_mid_stream(api: Any, served: Served, monkeypatch: pytest.Monk
     broken_at(5, served.llm, monkeypatch)
     stream = api.completions.create(model="tiny-python", prompt=PROMPT, max_tokens=100, stream=True)
     assert next(stream).choices[0].text
-    with pytest.raises(openai.APIError):
+    with pytest.raises(openai().APIError):
         list(stream)
     monkeypatch.undo()
     until_free(served.llm)
@@ -214,7 +213,7 @@ def test_async_client(chat_served: Served, served: Served) -> None:
     """
 
     async def run() -> None:
-        async with openai.AsyncOpenAI(
+        async with openai().AsyncOpenAI(
             base_url=f"{served.url}/v1",
             api_key="none",
             max_retries=0,

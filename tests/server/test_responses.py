@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import httpx
 import pytest
@@ -16,29 +16,23 @@ from quire.base.errors import NotDurable
 from quire.server.http.settings import ServerSettings
 
 from .conftest import OPTIONS, Served, serving
+from .official import event_types, openai, response_types
 from .test_chat import CALL, WEATHER, capable, says
 from .test_chat import ask as ask_chat
 from .test_disconnects import broken_at, until_free
 
 __all__ = ["capable", "says"]
 
-openai = pytest.importorskip("openai")
-types = pytest.importorskip("openai.types.responses")
-
 GREEDY = {"temperature": 0, "max_output_tokens": 12, "ignore_eos": True}
 SAID = "def fib(n):"
 TOOL = {"type": "function", **WEATHER["function"]}
-KINDS = {
-    get_args(kind.model_fields["type"].annotation)[0]: kind for kind in get_args(get_args(types.ResponseStreamEvent)[0])
-}
-"""The official client's type of each event."""
 
 
 def ask(client: httpx.Client, given: Any = SAID, **body: Any) -> dict[str, Any]:
     answer = client.post("/v1/responses", json={"input": given, **GREEDY, **body})
     assert answer.status_code == 200, answer.text
     found: dict[str, Any] = answer.json()
-    types.Response.model_validate(found)
+    response_types().Response.model_validate(found)
     return found
 
 
@@ -60,7 +54,7 @@ def check_order(found: list[dict[str, Any]]) -> None:
     """What deltas make up is what is said when it is done, and in the response at the end."""
     assert [event["sequence_number"] for event in found] == list(range(len(found)))
     for event in found:
-        KINDS[event["type"]].model_validate(event)
+        event_types()[event["type"]].model_validate(event)
     names = [event["type"].removeprefix("response.") for event in found]
     assert names[:2] == ["created", "in_progress"]
     assert names[-1] in ("completed", "incomplete", "failed")
@@ -567,7 +561,7 @@ def test_a_failure_in_mid_stream(chat_served: Served, monkeypatch: pytest.Monkey
     found = [json.loads(block.split("data: ")[1]) for block in answer.text.split("\n\n")[:-1]]
     assert [event["sequence_number"] for event in found] == list(range(len(found)))
     assert found[-1]["type"] == "response.failed"
-    types.ResponseFailedEvent.model_validate(found[-1])
+    response_types().ResponseFailedEvent.model_validate(found[-1])
     assert found[-1]["response"]["error"] == {"code": "server_error", "message": "internal error"}
     assert found[-1]["response"]["output"][0]["content"][0]["text"]
     assert chat_served.client.get(f"/v1/responses/{found[-1]['response']['id']}").status_code == 404
@@ -592,7 +586,7 @@ def test_a_client_that_goes_away(chat_served: Served) -> None:
 
 @pytest.fixture
 def api(chat_served: Served) -> Iterator[Any]:
-    with openai.OpenAI(
+    with openai().OpenAI(
         base_url=f"{chat_served.url}/v1", api_key="none", max_retries=0, http_client=httpx.Client(trust_env=False)
     ) as client:
         yield client
@@ -632,6 +626,6 @@ def test_the_official_client(api: Any) -> None:
     )
     assert again.status == "incomplete"
     api.responses.delete(whole.id)
-    with pytest.raises(openai.NotFoundError) as caught:
+    with pytest.raises(openai().NotFoundError) as caught:
         api.responses.create(input="x", previous_response_id=whole.id, model="tiny-chat")
     assert (caught.value.code, caught.value.param) == ("previous_response_not_found", "previous_response_id")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 Row = dict[str, Any]
+Value = tuple[str, Any]
 CANDIDATES = 30
 """Rows that are made for each row that is taken."""
 
@@ -29,24 +31,31 @@ def covering_array(factors: Mapping[str, Sequence[Any]], seed: int = 0) -> list[
         for b in factors[other]
     }
     while missing:
-        made = [_candidate(factors, missing, rng) for _ in range(CANDIDATES)]
+        ordered, partners = sorted(missing, key=repr), defaultdict[Value, set[Value]](set)
+        for name, a, other, b in missing:
+            partners[name, a].add((other, b))
+            partners[other, b].add((name, a))
+        made = [_candidate(factors, ordered, partners, rng) for _ in range(CANDIDATES)]
         rows.append(max(made, key=lambda row: sum(pair in missing for pair in pairs_of(row))))
         missing.difference_update(pairs_of(rows[-1]))
     return rows
 
 
-def _candidate(factors: Mapping[str, Sequence[Any]], missing: set[Any], rng: random.Random) -> Row:
+def _candidate(
+    factors: Mapping[str, Sequence[Any]],
+    missing: Sequence[Any],
+    partners: Mapping[Value, set[Value]],
+    rng: random.Random,
+) -> Row:
     """Return a row that begins with a missing pair; each further factor has the value that is in
-    the most missing pairs."""
-    one, a, other, b = rng.choice(sorted(missing, key=repr))
+    the most missing pairs. ``partners``: the other values of missing pairs, of each value."""
+    one, a, other, b = rng.choice(missing)
     found: Row = {one: a, other: b}
     order = list(factors)
     rng.shuffle(order)
 
     def gain(name: str, value: Any) -> int:
-        return sum(
-            (name, value, known, v) in missing or (known, v, name, value) in missing for known, v in found.items()
-        )
+        return len(partners[name, value] & found.items()) if (name, value) in partners else 0
 
     for name in order:
         if name not in found:
