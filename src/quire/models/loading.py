@@ -108,7 +108,7 @@ def load_model(
     _check_dtype_name(dtype)
     share = None if group is None else Share(group.rank, group.size)
     if grid.size == 1 and is_foreign(values):
-        return _load_foreign(path, values, device, dtype, before_weights)
+        return _load_foreign(path, values, max_model_len, device, dtype, before_weights)
     family, quantized, whole, config = _read_configs(path, values, max_model_len, grid, share)
     with Checkpoint(open_weights(path, quantized)) as checkpoint:
         num_layers = config.num_layers
@@ -206,25 +206,25 @@ def _read_configs(
 def _load_foreign(
     path: Path,
     values: Mapping[str, Any],
+    max_model_len: int | None,
     device: torch.device,
     dtype: str,
     before_weights: Callable[[Outline], object] | None,
 ) -> LoadedModel:
     """Load an architecture that is not native through ``transformers``."""
-    from quire.models.fallback import context_length, read_foreign
+    from quire.models.fallback import read_foreign
 
-    foreign = read_foreign(path, values)
+    foreign = read_foreign(path, values, max_model_len)
     with Checkpoint(open_weights(path)) as checkpoint:
         resolved = resolve_dtype(dtype, checkpoint.dtype(checkpoint.tensors), device)
         outline = foreign.outline(checkpoint, resolved)
         needed = sum(tensor.nbytes for tensor in (*outline.parameters(), *outline.buffers()))
         _check_memory(path, needed, resolved, device, PLAIN)
         if before_weights is not None:
-            length = context_length(foreign.config)
             count = sum(one.numel() for one in outline.parameters())
             before_weights(
                 Outline(
-                    max_position=length,
+                    max_position=foreign.length,
                     layer_specs=(),
                     dtype=resolved,
                     weight_bytes=needed,
