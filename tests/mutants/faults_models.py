@@ -6,6 +6,13 @@ from tests.mutants.harness import Mutant
 
 NAMES = (
     Mutant(
+        name="zeros-of-gptq-that-borrow",
+        file="weights/gptq.py",
+        old="            zeros = zeros + sum(1 << at for at in range(0, 32, self.bits))\n        zeros_gO = self._unpacked(zeros, shape[0])\n",
+        new="            pass\n        zeros_gO = self._unpacked(zeros, shape[0]) + self.zeros_less_one & (1 << self.bits) - 1\n",
+        tests=("models/test_quantized.py::test_values_are_those_of_the_layout",),
+    ),
+    Mutant(
         name="chatglm-without-its-stretched-base",
         file="models/spellings.py",
         old='"rope_theta": 10_000.0 * fields.number("rope_ratio", 1.0)',
