@@ -11,7 +11,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,6 +35,7 @@ from quire.nn.packed import place_late
 from quire.weights.block_panels import KINDS
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.code_format import CodeFormat
+from quire.weights.floats import Floats
 from quire.weights.gguf_blocks import SIZES
 from quire.weights.gguf_paths import is_gguf
 from quire.weights.lazy_parameters import LazyParameters
@@ -69,6 +70,11 @@ class Outline:
     num_read: float
     """Parameters that a token's forward reads: of a table that is no head one row, and of experts
     the chosen ones."""
+    formats: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of the weights in their files, by format, as in ``LoadedModel``."""
+    expanded: Mapping[str, int] = field(default_factory=dict)
+    """The part of ``formats`` that no kernel multiplies, and whose weights are expanded at load.
+    Codes of integers may be expanded, too, which their scales decide when they are read."""
 
 
 def load_model(
@@ -139,6 +145,8 @@ def load_model(
                     dtype=resolved,
                     weight_bytes=needed,
                     **count_parameters(places, values),
+                    formats=checkpoint.formats(places),
+                    expanded=_expanded(checkpoint, places, resolved, kernels),
                 )
             )
         _check_tied(checkpoint, family, whole)
@@ -341,6 +349,20 @@ def _weight_bytes(
             bits = min(bits, in_blocks[name])
         total += math.prod(shape) * bits / 8
     return int(total)
+
+
+def _expanded(
+    checkpoint: Checkpoint, places: Mapping[str, Place], dtype: torch.dtype, kernels: LayerKernels
+) -> dict[str, int]:
+    """Return the bytes of tensors in formats that no kernel multiplies."""
+    multiplies = kernels.quantization is None and isinstance(kernels.linear, BlockKernel) and dtype != torch.float16
+    found = {
+        name: place
+        for name, place in places.items()
+        if not isinstance(place.format, Floats)
+        and not (multiplies and (isinstance(place.format, CodeFormat) or place.format.name in KINDS))
+    }
+    return checkpoint.formats(found)
 
 
 def _check_memory(path: Path, needed: int, dtype: torch.dtype, device: torch.device, kernels: LayerKernels) -> None:
