@@ -118,18 +118,18 @@ def _chatglm(fields: ConfigFields) -> Values:
     """ChatGLM 2 and 3, GLM-4: half of each head rotates, and ``rope_ratio`` stretches the base."""
     for name, value in ALIKE.items():
         if fields.get(name) != value:
-            found = str(fields.get(name)).lower() if fields.present(name) else "missing"
+            given = str(fields.get(name)).lower() if fields.present(name) else "missing"
             raise Unsupported(
-                f"{fields.source}: {name} is {found}, which is not supported; expected {str(value).lower()}"
+                f"{fields.source}: {name} is {given}, which is not supported; expected {str(value).lower()}"
             )
     fields.expect("prefix_projection", False)
     fields.expect("pre_seq_len")
     if fields.get("quantization_bit"):
         fields.expect("quantization_bit", 0)
-    given = {**CHATGLM_DEFAULTS, **fields.values}
+    known = {**CHATGLM_DEFAULTS, **fields.values}
     dropped = {*CHATGLM, *ALIKE, "rope_ratio", "vocab_size"}
     found = {name: value for name, value in fields.values.items() if name not in dropped}
-    found |= {name: given[other] for other, name in CHATGLM.items() if other in given}
+    found |= {name: known[other] for other, name in CHATGLM.items() if other in known}
     return {**found, "rope_theta": 10_000.0 * fields.number("rope_ratio", 1.0)}
 
 
