@@ -226,6 +226,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "logits_scaling": 7.0,
         },
     ),
+    "glm": ("Glm", {"head_dim": 8}),
     "glm4": ("Glm4", {"head_dim": 8}),
     "mixtral": ("Mixtral", {**EAGER, "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 9}),
     "qwen2-moe": (

@@ -6,7 +6,7 @@ import gc
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -566,14 +566,22 @@ def _drafter_parts(
 
 def expanded_weights(model: LoadedModel) -> Iterator[str]:
     """Yield a note on the formats of a file's weights that no kernel multiplies, if any."""
-    expanded = [f"{name} {size / 2**20:.1f} MiB" for name, size in model.expanded.items()]
-    if expanded:
-        found = ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in model.formats.items())
+    if model.expanded:
         form = model.quantization or dtype_name(model.dtype)
-        yield (
-            f"weights: {found} in the file; {', '.join(expanded)} {'are' if len(expanded) > 1 else 'is'} expanded to {form}, "
-            f"so that {sum(model.formats.values()) / 2**20:.0f} MiB take {model.parameter_bytes / 2**20:.0f} MiB"
-        )
+        yield f"weights: {weights_note(model.formats, model.expanded, form, model.parameter_bytes)}"
+
+
+def weights_note(formats: Mapping[str, int], expanded: Mapping[str, int], form: str, taken: float) -> str:
+    """Tell which formats are expanded to ``form``, and the bytes of all weights in the files and,
+    ``taken``, in memory."""
+
+    def listed(found: Mapping[str, int]) -> str:
+        return ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in found.items())
+
+    return (
+        f"{listed(formats)} in the file; {listed(expanded)} {'are' if len(expanded) > 1 else 'is'} expanded to {form}, so that "
+        f"{sum(formats.values()) / 2**20:.0f} MiB take {taken / 2**20:.0f} MiB"
+    )
 
 
 HOST_SHARE = 0.125

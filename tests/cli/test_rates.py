@@ -8,11 +8,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from tests.cli.test_cli import run
+from tests.models.conftest import make_checkpoint
+from tests.models.gguf_writer import write_gguf
+from tests.models.quantized_writer import write_quantized
+from tests.models.test_quantized import LAYOUTS, MODEL
 
 from quire import LLM
+from quire.build import layer_kernels
 from quire.cli import rates
-from quire.models.loading import count_parameters
+from quire.models.loading import count_parameters, load_model
 from quire.weights.places import Place
 
 
@@ -92,3 +98,28 @@ def test_doctor_tells_what_to_expect(monkeypatch: pytest.MonkeyPatch, capsys: py
 def test_the_bundled_model_is_counted_as_loading_counts_it() -> None:
     with LLM("tiny-python", kv_cache_memory="4MiB") as llm:
         assert rates.outline_of(Path("src/quire/data/tiny-python")).num_parameters == llm.model.num_parameters
+
+
+@pytest.mark.parametrize("name", ["fp8-blocks", "ct-float8-rows", "nf4-nested", "awq", "gptq-4", "Q8_0"])
+def test_doctor_says_which_formats_are_expanded(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without reading weights it knows what loading finds, and what that costs. Integers that do
+    not fit are found by their values only.
+    """
+    path = make_checkpoint(MODEL, tmp_path / "model").path
+    if name in LAYOUTS:
+        layout, section, format = LAYOUTS[name]
+        path, _ = write_quantized(path, tmp_path, layout, section)
+    else:
+        path, format = write_gguf(path, tmp_path / "model.gguf", name), name
+    kernels = layer_kernels(torch.device("cpu"))
+    loaded = load_model(path, kernels=kernels)
+    monkeypatch.setattr(rates, "SECONDS", 0.0)
+    monkeypatch.setenv("COLUMNS", "400")
+    assert run("doctor", "--model", str(path), monkeypatch=monkeypatch) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert rates.outline_of(path).formats == loaded.formats
+    assert rates.outline_of(path).expanded == loaded.expanded
+    assert re.search(rf"its weights .*{format} \d+\.\d MiB", out)
+    assert ("is expanded to " in out) == bool(loaded.expanded)

@@ -188,6 +188,8 @@ CASES = (
         },
     ),
     Case("granite-biases", "Granite", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    Case("glm", "Glm", {"head_dim": 8}),
+    Case("glm-no-bias-tied", "Glm", {"head_dim": 16, "attention_bias": False, "tie_word_embeddings": True}),
     Case("glm4", "Glm4", {"head_dim": 8}),
     Case("glm4-no-bias-whole", "Glm4", {"head_dim": 16, "attention_bias": False, "partial_rotary_factor": 1.0}),
 )

@@ -35,6 +35,7 @@ ARCHITECTURES = {
     "olmo2": "olmo2",
     "cohere2": "cohere2",
     "stablelm": "stablelm",
+    "glm": "chatglm",
     "glm4": "glm4",
     "smollm3": "smollm3",
     "gpt_oss": "gpt-oss",
@@ -313,6 +314,10 @@ def changed(config: Mapping[str, Any], name: str, source: str, values: Tensor) -
     if name in PERMUTED and re.search(r"self_attn\.[qk]_proj\.", source):
         heads = config["num_attention_heads" if "q_proj" in source else "num_key_value_heads"]
         return [(source, values.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(values.shape))]
+    if source.endswith("rotary_pos_emb.inv_freq"):
+        return []
+    if name == "chatglm":
+        source = source.removeprefix("transformer.")
     if name == "falcon-h1":
         values = multiplied(config, source, values)
     if name.startswith("gemma") and source.endswith("norm.weight"):

@@ -119,11 +119,14 @@ def awq(group: int) -> Layout:
     return write
 
 
-def gptq(bits: int, group: int, *, order: bool = False, less_one: bool = True) -> Layout:
+def gptq(bits: int, group: int, *, order: bool = False, less_one: bool = True, least: int = 0) -> Layout:
+    """``least``: the smallest zero. GPTQModel takes 1 from each by one subtraction from the word,
+    which borrows from the next zero where one is 0."""
+
     def write(name: str, outputs: int, inputs: int, generator: torch.Generator) -> tuple[Tensors, Tensor]:
         most = (1 << bits) - 1
         codes = codes_of((inputs, outputs), generator, 0, most)
-        zeros = codes_of((inputs // group, outputs), generator, int(less_one), most)
+        zeros = codes_of((inputs // group, outputs), generator, least, most)
         scales = scales_of((inputs // group, outputs), generator, torch.float16, 0.3 / most)
         groups = torch.arange(inputs) // group
         if order:  # which activations make, the same for all maps of an input
@@ -131,7 +134,8 @@ def gptq(bits: int, group: int, *, order: bool = False, less_one: bool = True) -
         values = (codes - zeros[groups]).half() * scales[groups]
         tensors = {
             f"{name}.qweight": words_of(codes.mT.tolist(), bits).mT.contiguous(),
-            f"{name}.qzeros": words_of((zeros - int(less_one)).tolist(), bits),
+            f"{name}.qzeros": words_of(zeros.tolist(), bits)
+            - int(less_one) * sum(1 << at for at in range(0, 32, bits)),
             f"{name}.scales": scales,
             f"{name}.g_idx": groups.int(),
         }

@@ -68,6 +68,7 @@ READS: dict[str, set[str]] = {
         "residual_multiplier",
         "logits_scaling",
     },
+    "GlmForCausalLM": ALL | {"attention_bias"},
     "Glm4ForCausalLM": ALL | {"attention_bias"},
 }
 """What each dense family computes of the fields that are refused elsewhere."""
@@ -157,6 +158,7 @@ ROTATIONS: dict[str, dict[str, Any]] = {
     "Cohere2ForCausalLM": {"interleaved": True, "nope": 4},
     "SmolLM3ForCausalLM": {"nope": 4},
     "StableLmForCausalLM": {"partial": 0.25},
+    "GlmForCausalLM": {"partial": 0.5, "interleaved": True},
     "Glm4ForCausalLM": {"partial": 0.5, "interleaved": True},
 }
 

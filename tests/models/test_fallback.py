@@ -256,7 +256,7 @@ def test_a_rule_that_is_no_window_is_refused(tmp_path: Path) -> None:
     )
     torch.manual_seed(0)
     transformers.Llama4ForCausalLM(config).float().save_pretrained(tmp_path)
-    with pytest.raises((Unsupported, CheckpointError), match=r"neither causal nor a sliding window|chunked_attention"):
+    with pytest.raises(Unsupported, match=r"attends in chunks.*give max_model_len 64 or less"):
         LLM(tmp_path, dtype="float32")
 
 
@@ -292,11 +292,76 @@ def test_the_named_architecture_is_what_runs(tmp_path: Path) -> None:
 def test_unknown_and_foreign_code_are_refused(tmp_path: Path) -> None:
     make(*MODELS["gpt2"], tmp_path)
     values = read_config_file(tmp_path)
-    with pytest.raises(Unsupported, match="own code"):
-        read_foreign(tmp_path, {**values, "auto_map": {}})
+    own = {"AutoModelForCausalLM": "modeling_ours.OursForCausalLM"}
+    for found in (
+        {"auto_map": {}},
+        {"auto_map": own, "model_type": "nobody"},
+        {"auto_map": {"AutoModel": "modeling_ours.Ours"}},
+    ):
+        with pytest.raises(Unsupported, match="own code"):
+            read_foreign(tmp_path, {**values, **found})
     (tmp_path / "config.json").write_text('{"architectures": ["NobodyForCausalLM"], "model_type": "nobody"}')
     with pytest.raises(Unsupported, match="NobodyForCausalLM"):
         LLM(tmp_path)
+
+
+def greedy(path: Path, prompt: list[int]) -> list[int]:
+    with LLM(path, dtype="float32", kv_cache_memory="4MiB") as llm:
+        params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+        return list(llm.generate(prompt, params)[0].outputs[0].token_ids)
+
+
+@pytest.mark.parametrize("config", [True, False])
+def test_code_of_a_checkpoint_is_not_run_where_transformers_knows_the_type(tmp_path: Path, config: bool) -> None:
+    """Its files are named in ``auto_map``, and would fail if they were imported."""
+    make(*MODELS["olmo"], tmp_path)
+    wanted = greedy(tmp_path, [5, 9, 3])
+    own = {"AutoModelForCausalLM": "modeling_ours.OursForCausalLM"}
+    own |= {"AutoConfig": "configuration_ours.OursConfig"} if config else {}
+    for name in ("modeling_ours", "configuration_ours"):
+        (tmp_path / f"{name}.py").write_text("raise AssertionError")
+    edit_config(tmp_path, architectures=["OursForCausalLM"], auto_map=own)
+    assert greedy(tmp_path, [5, 9, 3]) == wanted
+
+
+LLAMA4: dict[str, Any] = {
+    "head_dim": 8,
+    "intermediate_size_mlp": 40,
+    "num_local_experts": 4,
+    "attention_chunk_size": 64,
+    "floor_scale": 48,
+    "no_rope_layers": [1, 1, 1, 0],
+    "pad_token_id": 0,
+}
+
+
+def test_chunks_that_cover_the_sequences_are_full_attention(tmp_path: Path) -> None:
+    """Llama 4, whose queries also grow with their position, in layers that do not rotate."""
+    config = transformers.Llama4TextConfig(**{**SIZES, **LLAMA4})
+    torch.manual_seed(3)
+    peer = transformers.Llama4ForCausalLM(config).float().eval()
+    with torch.no_grad():
+        for parameter in peer.parameters():
+            parameter.copy_(torch.randn_like(parameter) * (0.3 if parameter.dim() > 1 else 0.5))
+    peer.save_pretrained(tmp_path)
+    with pytest.raises(Unsupported, match=r"attends in chunks.* 128 tokens; give max_model_len 47 or less"):
+        LLM(tmp_path, dtype="float32")
+    with pytest.raises(Unsupported, match=r"attends in chunks.* 48 tokens; give max_model_len 47 or less"):
+        LLM(tmp_path, dtype="float32", max_model_len=48)
+    tokens = torch.randint(3, VOCAB, (47,), generator=torch.Generator().manual_seed(5)).tolist()
+    with LLM(tmp_path, dtype="float32", max_model_len=47, kv_cache_memory="4MiB") as llm:
+        assert all(isinstance(one, FullAttention) for one in llm.model.layer_specs)
+        with llm.session(tokens[:1]) as session:
+            scores = torch.tensor(session.score(tokens[1:46]))
+    with torch.inference_mode():
+        logits_TV = peer(torch.tensor([tokens])).logits[0]
+    wanted = logits_TV.log_softmax(-1)[torch.arange(45), tokens[1:46]]
+    # Float32 through four layers, whose sums are added in other orders; a mask with a chunk, or
+    # queries that have grown, differ by more than 0.1.
+    torch.testing.assert_close(scores, wanted, rtol=1e-3, atol=1e-3)
+    edit_config(tmp_path, attention_chunk_size=16)
+    with pytest.raises(Unsupported, match="give max_model_len 16 or less"):
+        LLM(tmp_path, dtype="float32", max_model_len=47)
 
 
 def edit_tensors(path: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> None:

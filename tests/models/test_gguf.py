@@ -84,6 +84,8 @@ CASES = (
             "stablelm-head-norms",
             "granite",
             "granite-biases",
+            "glm",
+            "glm-no-bias-tied",
             "glm4",
             "mixtral",
             "mixtral-all-tied",

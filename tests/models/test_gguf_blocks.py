@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from quire import LLM, SamplingParams
+from quire.base.errors import CheckpointError
 from quire.kernels.native_library import native_problem
 from quire.models.decoder import Decoder
 from quire.models.fingerprint import kept_formats, model_fingerprint
@@ -207,3 +210,18 @@ def test_adapters(file: Path, expanding: pytest.MonkeyPatch, tmp_path: Path) -> 
             assert found[-1] != logprobs(llm)
         expanding.undo()
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
+def test_scales_that_are_no_numbers_are_refused_where_blocks_are_kept(kind: str, tmp_path: Path) -> None:
+    make_checkpoint(CASES[0], tmp_path / "model")
+    file = write_gguf(tmp_path / "model", tmp_path / "model.gguf", kind)
+    (gate,) = (tensor for tensor in gguf.GGUFReader(file).tensors if tensor.name == "blk.1.ffn_gate.weight")
+    data = bytearray(file.read_bytes())
+    data[gate.data_offset : gate.data_offset + 2] = struct.pack("<H", 0x7E00)
+    file.write_bytes(data)
+    with (
+        pytest.raises(CheckpointError, match=rf"gate_proj.weight has a scale in {kind} that is not finite"),
+        loaded(file),
+    ):
+        pass

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.adapters.peft_models import make_adapter
 from torch import Tensor
 
 from quire import LLM
+from quire.base.errors import CheckpointError
 from quire.contracts.linear import CodeRows, WeightForm
 from quire.kernels.linear.cpu_linear import native_linear
 from quire.kernels.native_library import native_library
@@ -142,6 +144,44 @@ def test_a_kept_model_is_the_expanded_one(tmp_path: Path, case: Case, bits: int,
     if case is MODEL and bits == 4:
         # Another quantisation is of the values.
         assert kept_formats(scores_of(quantized, quantization="int8")[1]) == []
+
+
+@native
+def test_adapters_over_codes(tmp_path: Path) -> None:
+    tiny = make_checkpoint(MODEL, tmp_path / "model")
+
+    def soften(model: Any) -> None:
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_" in name:
+                    parameter.mul_(0.3)
+
+    directory = tmp_path / "adapter"
+    make_adapter(tiny.path, directory, tiny.model, soften, target_modules=["q_proj", "down_proj"])
+    paths, found = exactly(tiny.path, 4, 32, compressed(4, 32)), []
+    for path in paths:
+        with LLM(str(path), dtype="float32", kv_cache_memory="8MiB", adapters={"mine": directory}) as llm:
+            for adapter in ("mine", None):
+                with llm.session(TOKENS[:1], adapter=adapter) as session:
+                    found.append(torch.tensor(session.score(TOKENS[1:])))
+            assert bool(kept_formats(llm.model)) == (path == paths[0])
+    # As without an adapter: float32 products of codes and of numbers add in other orders.
+    torch.testing.assert_close(found[0], found[2], rtol=1e-4, atol=1e-4)
+    assert float((found[0] - found[1]).abs().max()) > 0.01
+
+
+@native
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["awq", "gptq-4", "zeros", "lowest"])
+def test_scales_that_are_not_finite_are_refused_where_codes_are_kept(tmp_path: Path, name: str, value: float) -> None:
+    layout, given, _, _ = LAYOUTS[name]
+    quantized, _ = write_quantized(make_checkpoint(MODEL, tmp_path / "model").path, tmp_path, layout, given)
+    stored = load_file(quantized / SINGLE_FILE)
+    scales = next(one for one in stored if one.startswith("model.layers.1.mlp.gate_proj") and "scale" in one)
+    stored[scales].view(-1)[1] = value
+    save_file(stored, quantized / SINGLE_FILE, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"gate_proj.weight has a scale of {value}; expected finite scales"):
+        scores_of(quantized)
 
 
 ORDERED = section("pack-quantized", {"a": scheme(4, 32)})

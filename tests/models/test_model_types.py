@@ -30,5 +30,7 @@ def test_the_table_is_whole() -> None:
     for (_, kind), state in found.items():
         assert state.startswith("native") == (kind in FAMILIES)
         assert (state == "text part") == (kind in IMAGE_TEXT)
-        assert re.fullmatch(r"native(, text part)?|text part|fallback|refused: .{8,}", state)
+        assert re.fullmatch(
+            r"native(, text part)?|text part|fallback(, with max_model_len .{8,})?|refused: .{8,}", state
+        )
     assert set(IMAGE_TEXT) <= {kind for _, kind in known}

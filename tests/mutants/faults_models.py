@@ -4,6 +4,50 @@ from __future__ import annotations
 
 from tests.mutants.harness import Mutant
 
+NAMES = (
+    Mutant(
+        name="zeros-of-gptq-that-borrow",
+        file="weights/gptq.py",
+        old="            zeros = zeros + sum(1 << at for at in range(0, 32, self.bits))\n        zeros_gO = self._unpacked(zeros, shape[0])\n",
+        new="            pass\n        zeros_gO = self._unpacked(zeros, shape[0]) + self.zeros_less_one & (1 << self.bits) - 1\n",
+        tests=("models/test_quantized.py::test_values_are_those_of_the_layout",),
+    ),
+    Mutant(
+        name="chatglm-without-its-stretched-base",
+        file="models/spellings.py",
+        old='"rope_theta": 10_000.0 * fields.number("rope_ratio", 1.0)',
+        new='"rope_theta": 10_000.0',
+        tests=("models/test_spellings.py::test_chatglm_has_the_logits_of_transformers_for_glm",),
+    ),
+    Mutant(
+        name="the-first-chatglm-taken-for-the-second",
+        file="models/spellings.py",
+        old="        if fields.get(name) != value:\n",
+        new="        if fields.get(name) not in (None, value):\n",
+        tests=("models/test_spellings.py::test_the_first_chatglm_is_refused_by_name",),
+    ),
+    Mutant(
+        name="biases-of-internlm-that-differ",
+        file="models/spellings.py",
+        old='if found.get("attention_bias", False) != found.get("mlp_bias", False):',
+        new="if False:",
+        tests=("models/test_spellings.py::test_what_llama_does_not_compute_is_refused_by_name",),
+    ),
+    Mutant(
+        name="queries-that-grow-behind-a-chunk",
+        file="models/fallback.py",
+        old="        lengths.append(int(text.floor_scale) - 1)\n",
+        new="        pass\n",
+        tests=("models/test_fallback.py::test_chunks_that_cover_the_sequences_are_full_attention",),
+    ),
+    Mutant(
+        name="code-of-a-checkpoint-for-an-unknown-type",
+        file="models/fallback.py",
+        old='own_model and str(values.get("model_type")) in transformers.CONFIG_MAPPING',
+        new="own_model",
+        tests=("models/test_fallback.py::test_unknown_and_foreign_code_are_refused",),
+    ),
+)
 KERNELS = (
     Mutant(
         name="four-bit-weights-of-another-scale",
@@ -405,4 +449,4 @@ FAMILIES = (
     ),
 )
 
-MUTANTS = (*KERNELS, *ROPE, *EXPERTS, *ROWS, *CORES, *FAMILIES)
+MUTANTS = (*NAMES, *KERNELS, *ROPE, *EXPERTS, *ROWS, *CORES, *FAMILIES)

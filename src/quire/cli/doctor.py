@@ -13,9 +13,13 @@ from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from quire.base import openmp
 from quire.cli.tables import folding_table, print_tables
+
+if TYPE_CHECKING:
+    from quire.models.loading import Outline
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,9 +201,20 @@ def _weights() -> Finding:
         "weights",
         f"safetensors and GGUF files in {', '.join((*DTYPES, *BLOCKS))}; on a CPU with the C++ library, "
         f"{', '.join(KINDS)} are multiplied as they are; all others but the first three are expanded at load; "
-        f"safetensors quantised by {', '.join((*sorted(METHODS), *OWN))}; of these, int4 and int8 without zeros are "
-        "multiplied as they are on a CPU",
+        f"safetensors quantised by {', '.join((*sorted(METHODS), *OWN))}; of these, integers whose scales allow it are "
+        "multiplied as they are, and all others are expanded at load",
     )
+
+
+def _weights_of(outline: Outline) -> str:
+    """Return the formats of a model's weights, and what those cost that no kernel multiplies."""
+    from quire.build import weights_note
+
+    form = str(outline.dtype).removeprefix("torch.")
+    if outline.expanded:
+        return weights_note(outline.formats, outline.expanded, form, outline.weight_bytes)
+    found = ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in outline.formats.items())
+    return f"{found} in the file; none are expanded, but integers whose scales or zeros do not fit"
 
 
 def _server() -> Finding:
@@ -246,6 +261,7 @@ def measured(path: Path | None = None) -> list[Finding]:
         form = str(outline.dtype).removeprefix("torch.")
         form = form if form in rates.products else "float32"
         found = {path.name: f"{speed(form, outline.num_read, read)}, read for each token"}  # type: ignore[union-attr]
+        findings.append(Finding("its weights", _weights_of(outline)))
     head = "at most so many tokens a second in a decode of one sequence and in a prompt: "
     return findings + [Finding(name, head * (not index) + text) for index, (name, text) in enumerate(found.items())]
 

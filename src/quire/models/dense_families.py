@@ -1,9 +1,11 @@
 """Dense families that vary Llama's decoder by a few fields: Phi-3, OLMo 2, Cohere2, SmolLM3,
-StableLM, Granite 3, GLM-4. Each follows transformers; a reader names its other sources.
+StableLM, Granite 3, GLM and GLM-4. Each follows transformers; a reader names its other sources.
 """
 
 from __future__ import annotations
 
+from collections.abc import Container
+from dataclasses import dataclass, replace
 from typing import Any
 
 from quire.base.errors import Unsupported
@@ -18,7 +20,8 @@ from quire.models.geometry import (
     rope_of,
     windows_of,
 )
-from quire.models.tensor_names import PRE_NORMS, Names
+from quire.models.tensor_names import PRE_NORMS, Names, ignorable_names, name_table
+from quire.weights.places import NameTable
 
 PHI3_NAMES = Names(norms=PRE_NORMS, qkv=("qkv_proj",), gate_up=("gate_up_proj",))
 PHI3_SCALINGS = ("default", "longrope")
@@ -27,6 +30,18 @@ OLMO2_NAMES = Names(
 )
 COHERE2_NAMES = Names(norms={"attention_norm": "input_layernorm"})
 STABLELM_NAMES = Names(norms=PRE_NORMS, head_norms=("q_layernorm", "k_layernorm"))
+GLM_NAMES = Names(norms=PRE_NORMS, gate_up=("gate_up_proj",))
+CHATGLM_PARTS = (
+    ("model.embed_tokens.", "transformer.embedding.word_embeddings."),
+    ("model.layers.", "transformer.encoder.layers."),
+    ("model.norm.", "transformer.encoder.final_layernorm."),
+    ("lm_head.", "transformer.output_layer."),
+    (".self_attn.qkv_proj.", ".self_attention.query_key_value."),
+    (".self_attn.o_proj.", ".self_attention.dense."),
+    (".mlp.gate_up_proj.", ".mlp.dense_h_to_4h."),
+    (".mlp.down_proj.", ".mlp.dense_4h_to_h."),
+)
+"""Parts of names in files of GLM, and in those of ChatGLM, which stores q, k and v in one."""
 GLM4_NAMES = Names(
     norms={
         "attention_norm": "input_layernorm",
@@ -172,3 +187,44 @@ def read_glm4_config(fields: ConfigFields, max_model_len: int | None) -> Decoder
         layers=geometry.layers(rope_of(fields, geometry, partial_default=0.5, interleaved=True)),
         placement="sandwich",
     )
+
+
+@config_reader
+def read_glm_config(fields: ConfigFields, max_model_len: int | None) -> DecoderConfig:
+    """Read ``GlmForCausalLM``, ChatGLM 2 and 3 and GLM-4 9B (arXiv:2406.12793): as GLM-4 0414, but
+    with norms before attention and MLP only."""
+    geometry = read_geometry(fields, "GlmForCausalLM", "glm", max_model_len, kv_heads_required=True, head_dim=128)
+    expect_layer_types(fields, (False,) * geometry.num_layers)
+    return DecoderConfig(
+        **geometry.usual(fields, 1.5625e-7, qkv_bias=fields.flag("attention_bias", True)),
+        layers=geometry.layers(rope_of(fields, geometry, partial_default=0.5, interleaved=True)),
+    )
+
+
+def glm_spellings(config: DecoderConfig) -> tuple[NameTable, ...]:
+    """Return the name tables of GLM's files, of those with q, k and v in one tensor (GGUF), and of
+    ChatGLM's, which have them so, too."""
+    joined = name_table(config, replace(GLM_NAMES, qkv=("qkv_proj",)))
+    chatglm = {_chatglm_name(name): place for name, place in joined.items()}
+    return name_table(config, GLM_NAMES), joined, chatglm
+
+
+def _chatglm_name(name: str) -> str:
+    for old, new in CHATGLM_PARTS:
+        name = name.replace(old, new)
+    return name
+
+
+@dataclass(frozen=True, slots=True)
+class GlmIgnorable:
+    """Names that files of GLM or ChatGLM may hold unread."""
+
+    names: Container[str]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names or name == "transformer.rotary_pos_emb.inv_freq"
+
+
+def glm_ignorable_names(config: DecoderConfig) -> GlmIgnorable:
+    """Return the frequencies of RoPE, and the head of a tied model."""
+    return GlmIgnorable(ignorable_names(config, GLM_NAMES))

@@ -29,7 +29,7 @@ from quire.contracts.model import Block, Pass
 from quire.contracts.ranks import Stages
 from quire.models.config_fields import ConfigFields
 from quire.models.families import canonical_of
-from quire.models.probe import ATTENTION, Probe, watch
+from quire.models.probe import ATTENTION, Probe, core_name, watch
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.floats import DTYPES
 from quire.weights.places import NameTable
@@ -47,11 +47,11 @@ class FallbackModel:
     fallback = True
     wide = None
 
-    def __init__(self, causal: Any, specs: Sequence[LayerSpec], values: Mapping[str, Any]) -> None:
-        """Wrap ``causal``, which uses our attention function; ``values`` is the parsed
-        config.json."""
+    def __init__(self, causal: Any, specs: Sequence[LayerSpec], values: Mapping[str, Any], length: int) -> None:
+        """Wrap ``causal``, which uses our attention function, for sequences of ``length`` tokens;
+        ``values`` is the parsed config.json."""
         self.causal = causal
-        self.core = causal.base_model
+        self.core = getattr(causal, core_name(causal))
         self.architecture = type(causal).__name__
         self.config: dict[str, Any] = dict(values)
         self.canonical_config = canonical_of(self.config, None)
@@ -60,7 +60,7 @@ class FallbackModel:
         weight: Tensor = self.embedding.weight
         self.vocab_size = int(causal.get_output_embeddings().weight.shape[0])
         self.hidden_size = int(weight.shape[1])
-        self.max_position = context_length(causal.config)
+        self.max_position = length
         self.quantization: str | None = None
         self.max_model_len: int | None = None
         self.layer_specs: Sequence[LayerSpec] = list(specs)
@@ -138,7 +138,7 @@ class HiddenOnly(tuple[Any, ...]):
 @contextmanager
 def replaced_core(causal: Any, core: torch.nn.Module) -> Iterator[None]:
     """Run the model's head with ``core`` in place of its layers."""
-    name = causal.base_model_prefix
+    name = core_name(causal)
     own = getattr(causal, name)
     setattr(causal, name, core)
     try:
@@ -195,6 +195,8 @@ class Foreign:
     """The class of the model."""
     values: Mapping[str, Any]
     """The parsed config.json."""
+    length: int
+    """The longest sequence in tokens that can run."""
 
     def outline(self, checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
         """Return the model on PyTorch's meta device: shapes and types without memory. Raise
@@ -210,7 +212,7 @@ class Foreign:
 
             kind: Any = transformers.AutoModelForCausalLM  # which has no types
             with torch.device("meta"):
-                model = kind.from_config(self.config, dtype=dtype, attn_implementation="eager")
+                model = kind.from_config(self.config, dtype=dtype, attn_implementation="eager", trust_remote_code=False)
             state, prefix = model.state_dict(), f"{model.base_model_prefix}."
             unread = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
         for name, header in checkpoint.tensors.items():
@@ -253,10 +255,9 @@ class Foreign:
             raise checkpoint.untied(names[-1], names[0])
         causal.to(device)
         causal.eval().requires_grad_(False)
-        length = context_length(causal.config)
-        probe: Probe = watch(causal, length, self.what)
+        probe: Probe = watch(causal, self.length, self.what)
         causal.set_attn_implementation(ATTENTION)
-        model = FallbackModel(causal, probe.specs, self.values)
+        model = FallbackModel(causal, probe.specs, self.values, self.length)
         probe.compare(model)
         logger.warning(
             "%s runs through transformers' layers (the fallback): exact, but slower than a native family", self.what
@@ -264,11 +265,13 @@ class Foreign:
         return model
 
 
-def read_foreign(path: Path, values: Mapping[str, Any]) -> Foreign:
+def read_foreign(path: Path, values: Mapping[str, Any], max_model_len: int | None = None) -> Foreign:
     """Return the architecture that config.json names. Reads no weights.
 
-    Raise ``Unsupported`` with the reason if ``transformers`` is missing or does not know the
-    architecture, or if our attention and state lack one of its computations.
+    A checkpoint with code of its own has the architecture that ``transformers`` has for its
+    ``model_type``. ``max_model_len``: see ``load_model``. Raise ``Unsupported`` with the reason if
+    ``transformers`` is missing or does not know the architecture, or if our attention and state
+    lack one of its computations.
     """
     names = values.get("architectures")
     what = repr(names[0]) if isinstance(names, list) and names else "the model"
@@ -278,13 +281,18 @@ def read_foreign(path: Path, values: Mapping[str, Any]) -> Foreign:
         raise Unsupported(
             f"architecture {what} is not native, and its fallback needs transformers, which is not installed: pip install transformers"
         ) from error
-    if "auto_map" in values:
-        raise Unsupported(f"architecture {what} brings its own code (auto_map), which the fallback does not run")
+    own = values.get("auto_map")
+    own_model = isinstance(own, dict) and "AutoModelForCausalLM" in own
+    if "auto_map" in values and not (own_model and str(values.get("model_type")) in transformers.CONFIG_MAPPING):
+        raise Unsupported(
+            f"architecture {what} brings its own code (auto_map), which is not run, and transformers {transformers.__version__} "
+            f"has no causal language model for its model_type, {values.get('model_type')!r}"
+        )
     fields = ConfigFields(values, str(path / "config.json"))
     for name in ("quantization_config", "compression_config", "transformers_weights"):
         fields.expect(name)
     try:
-        config = transformers.AutoConfig.from_pretrained(path)
+        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
         found = transformers.AutoModelForCausalLM._model_mapping.get(type(config), None)
     except (ValueError, KeyError, OSError) as error:
         raise Unsupported(
@@ -292,9 +300,13 @@ def read_foreign(path: Path, values: Mapping[str, Any]) -> Foreign:
         ) from error
     except Exception as error:  # A class of transformers raises anything for values of other types.
         raise CheckpointError(f"{path}: transformers cannot read config.json: {in_one_line(error)}") from error
-    refuse_other_kinds(config, what, getattr(found, "__name__", ""))
+    name = getattr(found, "__name__", "")
+    if own_model and name:
+        what = repr(name)
+    context = context_length(config)
+    refuse_other_kinds(config, what, name, max_model_len or context)
     refuse_attention(found, what)
-    return Foreign(what, config, found, values)
+    return Foreign(what, config, found, values, min(context, chunk_length(config) or context))
 
 
 def is_tied(causal: Any) -> bool:
@@ -317,8 +329,21 @@ def foreign_errors(what: str) -> Iterator[None]:
         raise CheckpointError(f"{what}: {in_one_line(error)}") from error
 
 
-def refuse_other_kinds(config: Any, what: str, found: str) -> None:
-    """Raise ``Unsupported`` unless the model is a decoder of attention layers."""
+def chunk_length(config: Any) -> int | None:
+    """Return the longest sequence for which attention in chunks is full attention, and queries do
+    not grow; None for models without either. Llama 4's grow from position ``floor_scale - 1`` on,
+    which transformers counts from the beginning of a call."""
+    text = config.get_text_config(decoder=True)
+    chunk = getattr(text, "attention_chunk_size", None)
+    lengths = [chunk] if chunk and "chunked_attention" in (getattr(text, "layer_types", None) or []) else []
+    if getattr(text, "attn_temperature_tuning", False):
+        lengths.append(int(text.floor_scale) - 1)
+    return min(lengths, default=None)
+
+
+def refuse_other_kinds(config: Any, what: str, found: str, length: int | None = None) -> None:
+    """Raise ``Unsupported`` unless the model is a decoder of attention layers for sequences of
+    ``length`` tokens. None: there is a length for which it is."""
     if getattr(config, "is_encoder_decoder", False):
         raise Unsupported(f"architecture {what} is an encoder with a decoder; only decoders run")
     if repr(found) != what:
@@ -333,7 +358,14 @@ def refuse_other_kinds(config: Any, what: str, found: str) -> None:
                 f"architecture {what} has RoPE scaling {part['rope_type']!r}, whose frequencies transformers changes with the length "
                 "of each call; stored keys cannot follow"
             )
-    others = sorted({str(kind) for kind in kinds} - {"full_attention", "sliding_attention", "attention"})
+    chunk = chunk_length(config)
+    if chunk is not None and length is not None and length > chunk:
+        raise Unsupported(
+            f"architecture {what} attends in chunks, or otherwise at late positions, and sequences may have {length} tokens; "
+            f"give max_model_len {chunk} or less, where it is full attention"
+        )
+    usual = {"full_attention", "sliding_attention", "attention", "chunked_attention"}
+    others = sorted({str(kind) for kind in kinds} - usual)
     if others:
         raise Unsupported(
             f"architecture {what} has layers of kind {', '.join(others)}; the fallback runs full and sliding attention"

@@ -175,6 +175,7 @@ def _dense_tables(config: DecoderConfig, names: Names) -> Sequence[NameTable]:
 for _name, (_kinds, _read, _names) in DENSE.items():
     _register(_name, _kinds, _read, partial(_dense_tables, names=_names), partial(ignorable_names, names=_names))
 
+_register("GlmForCausalLM", FULL, dense.read_glm_config, dense.glm_spellings, dense.glm_ignorable_names)
 _mixture: Build = partial(Decoder[Any], mlp=mixture_mlp)
 _register("MixtralForCausalLM", WINDOWED, read_mixtral_config, mixtral_spellings, build=_mixture)
 _register("Qwen2MoeForCausalLM", WINDOWED, read_qwen2_moe_config, qwen_moe_spellings, build=_mixture)
@@ -266,6 +267,7 @@ MODEL_TYPES: Mapping[str, str] = {
     "gemma3_text": "Gemma3ForCausalLM",
     "gemma3n_text": "Gemma3nForCausalLM",
     "gemma4_text": "Gemma4ForCausalLM",
+    "glm": "GlmForCausalLM",
     "glm4": "Glm4ForCausalLM",
     "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
     "gpt_oss": "GptOssForCausalLM",

@@ -258,7 +258,7 @@ def _attention(metadata: Metadata, attends: Attends) -> dict[str, Any]:
         "num_attention_heads": heads,
         "num_key_value_heads": max(groups),
         "head_dim": head_dim,
-        "attention_bias": metadata.any("attn_q.bias"),
+        "attention_bias": metadata.any("attn_q.bias") or metadata.any("attn_qkv.bias"),
         "mlp_bias": metadata.holds("blk.0.ffn_down.bias"),
         "rope_parameters": _rope(metadata, head_dim),
     }
@@ -1011,6 +1011,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "attn_k_norm": "self_attn.k_layernorm.norms.{}",
         },
     ),
+    "chatglm": Architecture(family="GlmForCausalLM", model_type="glm", layer={**LAYER, "ffn_up": "mlp.gate_up_proj"}),
     "glm4": Architecture(
         family="Glm4ForCausalLM",
         model_type="glm4",

@@ -11,7 +11,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,6 +35,7 @@ from quire.nn.packed import place_late
 from quire.weights.block_panels import KINDS
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.code_format import CodeFormat
+from quire.weights.floats import Floats
 from quire.weights.gguf_blocks import SIZES
 from quire.weights.gguf_paths import is_gguf
 from quire.weights.lazy_parameters import LazyParameters
@@ -69,6 +70,11 @@ class Outline:
     num_read: float
     """Parameters that a token's forward reads: of a table that is no head one row, and of experts
     the chosen ones."""
+    formats: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of the weights in their files, by format, as in ``LoadedModel``."""
+    expanded: Mapping[str, int] = field(default_factory=dict)
+    """The part of ``formats`` that no kernel multiplies, and whose weights are expanded at load.
+    Codes of integers may be expanded, too, which their scales decide when they are read."""
 
 
 def load_model(
@@ -108,7 +114,7 @@ def load_model(
     _check_dtype_name(dtype)
     share = None if group is None else Share(group.rank, group.size)
     if grid.size == 1 and is_foreign(values):
-        return _load_foreign(path, values, device, dtype, before_weights)
+        return _load_foreign(path, values, max_model_len, device, dtype, before_weights)
     family, quantized, whole, config = _read_configs(path, values, max_model_len, grid, share)
     with Checkpoint(open_weights(path, quantized)) as checkpoint:
         num_layers = config.num_layers
@@ -139,6 +145,8 @@ def load_model(
                     dtype=resolved,
                     weight_bytes=needed,
                     **count_parameters(places, values),
+                    formats=checkpoint.formats(places),
+                    expanded=_expanded(checkpoint, places, resolved, kernels),
                 )
             )
         _check_tied(checkpoint, family, whole)
@@ -206,25 +214,25 @@ def _read_configs(
 def _load_foreign(
     path: Path,
     values: Mapping[str, Any],
+    max_model_len: int | None,
     device: torch.device,
     dtype: str,
     before_weights: Callable[[Outline], object] | None,
 ) -> LoadedModel:
     """Load an architecture that is not native through ``transformers``."""
-    from quire.models.fallback import context_length, read_foreign
+    from quire.models.fallback import read_foreign
 
-    foreign = read_foreign(path, values)
+    foreign = read_foreign(path, values, max_model_len)
     with Checkpoint(open_weights(path)) as checkpoint:
         resolved = resolve_dtype(dtype, checkpoint.dtype(checkpoint.tensors), device)
         outline = foreign.outline(checkpoint, resolved)
         needed = sum(tensor.nbytes for tensor in (*outline.parameters(), *outline.buffers()))
         _check_memory(path, needed, resolved, device, PLAIN)
         if before_weights is not None:
-            length = context_length(foreign.config)
             count = sum(one.numel() for one in outline.parameters())
             before_weights(
                 Outline(
-                    max_position=length,
+                    max_position=foreign.length,
                     layer_specs=(),
                     dtype=resolved,
                     weight_bytes=needed,
@@ -341,6 +349,20 @@ def _weight_bytes(
             bits = min(bits, in_blocks[name])
         total += math.prod(shape) * bits / 8
     return int(total)
+
+
+def _expanded(
+    checkpoint: Checkpoint, places: Mapping[str, Place], dtype: torch.dtype, kernels: LayerKernels
+) -> dict[str, int]:
+    """Return the bytes of tensors in formats that no kernel multiplies."""
+    multiplies = kernels.quantization is None and isinstance(kernels.linear, BlockKernel) and dtype != torch.float16
+    found = {
+        name: place
+        for name, place in places.items()
+        if not isinstance(place.format, Floats)
+        and not (multiplies and (isinstance(place.format, CodeFormat) or place.format.name in KINDS))
+    }
+    return checkpoint.formats(found)
 
 
 def _check_memory(path: Path, needed: int, dtype: torch.dtype, device: torch.device, kernels: LayerKernels) -> None:

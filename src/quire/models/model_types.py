@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from quire.base.errors import QuireError, Unsupported
-from quire.models.fallback import first_line, refuse_attention, refuse_other_kinds
+from quire.models.fallback import chunk_length, first_line, refuse_attention, refuse_other_kinds
 from quire.models.families import FAMILIES
 from quire.models.text_parts import IMAGE_TEXT, TEXT_TYPES
 
@@ -18,7 +18,7 @@ class TypeState(NamedTuple):
     model_type: str
     architecture: str
     state: str
-    """"native", "text part", "fallback" or "refused", the last with the reason."""
+    """"native", "text part", "fallback", which may have a limit, or "refused" with the reason."""
 
 
 def type_states() -> Iterator[TypeState]:
@@ -57,7 +57,7 @@ def _state(model_type: str, architecture: str, *, reads_images: bool) -> str:
         refuse_attention(getattr(transformers, architecture), what)
     except QuireError as error:
         return f"refused: {_plain(str(error)).removeprefix(f'architecture {what} ').removeprefix(f'architecture {what}: ')}"
-    return "fallback"
+    return "fallback" if chunk_length(config) is None else "fallback, with max_model_len up to attention_chunk_size"
 
 
 def _plain(text: str) -> str:

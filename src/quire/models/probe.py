@@ -111,6 +111,13 @@ class Probe:
             )
 
 
+def core_name(causal: Any) -> str:
+    """Return the name of the attribute with a model's layers. Llama 4's text model is named after
+    its place in the model that reads images."""
+    name = str(causal.base_model_prefix)
+    return name if hasattr(causal, name) else "model"
+
+
 def register() -> None:
     """Register our attention functions in transformers; repeated calls are harmless."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -311,7 +318,7 @@ def watch(causal: Any, length: int, what: str) -> Probe:
             raise CheckpointError(f"{what}: transformers cannot run its own model: {error}") from error
         causal.set_attn_implementation(WATCHED)
         try:
-            causal.base_model(input_ids=ids.to(device), use_cache=False, quire_watch=notes)
+            getattr(causal, core_name(causal))(input_ids=ids.to(device), use_cache=False, quire_watch=notes)
         except FAILURES as error:
             raise Unsupported(f"architecture {what}: its attention cannot be replaced: {error}") from error
     layers = sorted(notes.specs)

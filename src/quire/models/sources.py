@@ -11,6 +11,7 @@ from quire.contracts.weights import WeightSource
 from quire.models.config_fields import read_config_file
 from quire.models.gguf import open_gguf_weights, read_gguf_config, read_gguf_generation
 from quire.models.quantized import Quantized
+from quire.models.spellings import usual_values
 from quire.models.text_parts import says_tied, text_architecture
 from quire.weights.gguf_paths import is_gguf, part_files
 from quire.weights.safetensors_files import SafetensorsFiles, stored_names
@@ -18,12 +19,12 @@ from quire.weights.safetensors_files import weight_files as safetensors_files
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return the parsed config.json, or what a GGUF file says in its stead. ``CheckpointError`` for
-    a missing or damaged one. Whether a text part is tied is read from the names of tensors, if
-    config.json does not say it."""
+    """Return the parsed config.json in the names of native families (``models.spellings``), or what
+    a GGUF file says in its stead. ``CheckpointError`` for a missing or damaged one. Whether a text
+    part is tied is read from the names of tensors, if config.json does not say it."""
     if is_gguf(path):
         return read_gguf_config(path)
-    values = read_config_file(path)
+    values = usual_values(read_config_file(path))
     if text_architecture(values) is not None and not says_tied(values):
         values["tie_word_embeddings"] = not any(name.endswith("lm_head.weight") for name in stored_names(path))
     return values

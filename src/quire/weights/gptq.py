@@ -28,7 +28,8 @@ class Gptq(CodeFormat):
     group: int
     """Inputs that share a scale; 0: all."""
     zeros_less_one: bool = True
-    """Whether zeros are stored less 1 (the format "gptq"; "gptq_v2" has them as they are)."""
+    """Whether zeros are stored less 1 (the format "gptq"; "gptq_v2" has them as they are). The word
+    was made by one subtraction, as by GPTQModel, so that a zero of 0 borrows from the next."""
     has_order: bool = False
 
     @property
@@ -53,9 +54,9 @@ class Gptq(CodeFormat):
     def codes(self, name: str, stored: Mapping[str, Tensor], shape: Shape, groups_I: Tensor, some: slice) -> Tensor:
         """See ``CodeFormat``."""
         words, zeros, *_ = stored.values()
+        if self.zeros_less_one:  # of the whole word: what one zero borrowed of the next comes back
+            zeros = zeros + sum(1 << at for at in range(0, 32, self.bits))
         zeros_gO = self._unpacked(zeros, shape[0])
-        if self.zeros_less_one:
-            zeros_gO = zeros_gO + 1 & (1 << self.bits) - 1
         return self._unpacked(words[:, some].mT, shape[1]) - zeros_gO[:, some].mT[:, groups_I]
 
     def scales(self, name: str, stored: Mapping[str, Tensor], shape: Shape) -> Tensor:
