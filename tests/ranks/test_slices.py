@@ -17,6 +17,8 @@ from tests.sessions.test_conversations import run
 from tests.small_llms import Checkpoint, MakeLLM, greedy, make_family, random_tokens
 from tests.test_parity import FAMILIES
 
+from quire import LLM
+
 pytestmark = pytest.mark.usefixtures("thread_ranks")
 
 QUICK = {"deepseek-v3", "mamba2", "falcon-h1", "gemma3n", "gemma4-moe", "lfm3", "olmo2", "qwen3-next", "qwen3.5"}
@@ -37,4 +39,76 @@ def in_slices(make_llm: MakeLLM, **sizes: int) -> MakeLLM:
 
 
 def test_conversations(make_llm: MakeLLM, family: Checkpoint, tmp_path: Path) -> None:
-    run(in_slices(make_llm), family, 5, 16, tmp_path, **families.sizes(family, make_llm))
+    run(in_slices(make_llm), family, 5, 16, tmp_path, **families.sizes(family, in_slices(make_llm)))
+
+
+@pytest.mark.turns(8)
+def test_conversations_with_a_history(make_llm: MakeLLM, family: Checkpoint, tmp_path: Path) -> None:
+    """Over a store; pages are of another size than those of one process."""
+    families.committed(in_slices(make_llm), family, 6, 12, tmp_path)
+
+
+# -- one state, any layout -------------------------------------------------------------------------
+
+
+def again(llm: LLM, source: Path, target: Path) -> list[int]:
+    """Load a file, save it again, and return what follows."""
+    with llm.load_session(source) as session:
+        session.save(target)
+        return session.generate(greedy(6)).outputs[0].token_ids
+
+
+def check_files(one: LLM, other: LLM, folder: Path) -> None:
+    """A file of either goes through the other and stays the same to the byte."""
+    for number, (writer, reader) in enumerate(((one, other), (other, one))):
+        first, second = (folder / f"{number}-{name}.kv" for name in ("first", "second"))
+        with writer.session(random_tokens(40)) as session:
+            session.generate(greedy(3))
+            session.save(first)
+            after = session.generate(greedy(6)).outputs[0].token_ids
+        assert again(reader, first, second) == after
+        assert second.read_bytes() == first.read_bytes()
+
+
+def test_files_of_slices_are_those_of_one_process(make_llm: MakeLLM, family: Checkpoint, tmp_path: Path) -> None:
+    check_files(make_llm(family, page_size=4), in_slices(make_llm)(family, page_size=8), tmp_path)
+
+
+@pytest.mark.parametrize("sizes", [{"tensor_parallel_size": 4}, {"pipeline_parallel_size": 2}], ids=("4", "2x2"))
+@pytest.mark.parametrize("kind", ["falcon-h1", "qwen3.5"])
+def test_files_of_four_ranks(make_llm: MakeLLM, kind: str, sizes: dict[str, int], tmp_path: Path) -> None:
+    """More slices than KV heads, groups of B and C, and key heads; and stages of slices."""
+    fields = {"num_attention_heads": 4, "linear_num_value_heads": 8} if kind == "qwen3.5" else {}
+    family = make_family(kind, tmp_path / kind, **fields)
+    check_files(make_llm(family, page_size=4), in_slices(make_llm, **sizes)(family, page_size=8), tmp_path)
+
+
+def test_layers_of_all_slices_are_read_and_written(make_llm: MakeLLM, family: Checkpoint, tmp_path: Path) -> None:
+    """What one process has computed, and what was written over it, is equal to the bit on both."""
+    one, two, path = make_llm(family), in_slices(make_llm)(family), tmp_path / "one.kv"
+    with one.session(random_tokens(20)) as session:
+        session.save(path)
+    written: dict[int, dict[str, torch.Tensor]] = {}
+    with one.load_session(path) as session:
+        for layer in range(len(one.model.layer_specs)):
+            tensors = {name: tensor for name, tensor in session.kv(layer).items() if name != "positions"}
+            states = "state_0" in tensors
+            written[layer] = {name: one.flip(-1) if states else one[3:5].flip(1) * 2 for name, one in tensors.items()}
+    found = list[Any]()
+    for llm in (one, two):
+        with llm.load_session(path) as session:
+            kept = session.fork()
+            for layer, tensors in written.items():
+                session.set_kv(layer, **({} if "state_0" in tensors else {"start": 7}), **tensors)
+            # The file lacks the last token, which each has computed.
+            rows = [state.kv(layer)[name][:-1] for state in (session, kept) for layer, name in kinds(written, "k", "v", "latent")]
+            rows += [session.kv(layer)[name] for layer, name in kinds(written, "state_0", "state_1")]
+            found.append((rows, session.generate(greedy(6)).outputs[0].token_ids))
+            for layer, name in kinds(written, "state_0"):
+                assert not torch.equal(kept.kv(layer)[name], session.kv(layer)[name])
+    assert found[0][1] == found[1][1]
+    assert all(torch.equal(theirs, ours) for theirs, ours in zip(found[0][0], found[1][0], strict=True))
+
+
+def kinds(written: dict[int, dict[str, torch.Tensor]], *names: str) -> list[tuple[int, str]]:
+    return [(layer, name) for layer, tensors in written.items() for name in names if name in tensors]
