@@ -10,6 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from tests.engine.head_checkpoints import VOCAB, make_eagle
+from tests.exact import Float32Bound, run_exactly
+from tests.models import test_gemma_layers as gemma
+from tests.models import test_recurrent_families as hybrids
+from tests.models.conftest import Case, make_checkpoint
 from tests.ranks.test_stages import MORE
 from tests.ranks.thread_ranks import thread_ranks  # noqa: F401
 from tests.sessions import test_family_conversations as families
@@ -18,6 +24,7 @@ from tests.small_llms import Checkpoint, MakeLLM, greedy, make_family, random_to
 from tests.test_parity import FAMILIES
 
 from quire import LLM
+from quire.base.errors import Unsupported
 
 pytestmark = pytest.mark.usefixtures("thread_ranks")
 
@@ -36,6 +43,26 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def in_slices(make_llm: MakeLLM, **sizes: int) -> MakeLLM:
     return partial(make_llm, **{"tensor_parallel_size": 2, **sizes})
+
+
+@pytest.mark.parametrize("case", gemma.CASES, ids=lambda case: case.name)
+def test_logits_of_layers_that_share_rows(tmp_path: Path, case: Case) -> None:
+    """The cutoffs of Gemma 3n are over the inner widths of both."""
+    tiny = make_checkpoint(case, tmp_path)
+    exact = run_exactly(tiny.model, torch.tensor(gemma.TOKENS))
+    with gemma.opened(tiny.path, tensor_parallel_size=2) as llm:
+        found = gemma.run(llm, gemma.TOKENS[:3], gemma.TOKENS[3:17], gemma.TOKENS[17:])
+    assert float((found - exact).abs().max()) <= Float32Bound(tiny.model, torch.tensor(gemma.TOKENS), exact)
+
+
+@pytest.mark.parametrize("name", ["mamba2", "bamba", "falcon-h1-normed", "granite-4-rope", "lfm2", "qwen3.5"])
+def test_logits_of_mixers(tmp_path: Path, name: str) -> None:
+    """Through this machine's calls for whole mixers, but for norms over the channels of both."""
+    tiny = hybrids.make_checkpoint(hybrids.named(name), tmp_path)
+    exact = run_exactly(tiny.model, torch.tensor(gemma.TOKENS))
+    with gemma.opened(tiny.path, tensor_parallel_size=2) as llm:
+        found = gemma.run(llm, gemma.TOKENS[:3], gemma.TOKENS[3:17], gemma.TOKENS[17:])
+    assert float((found - exact).abs().max()) <= Float32Bound(tiny.model, torch.tensor(gemma.TOKENS), exact)
 
 
 def test_conversations(make_llm: MakeLLM, family: Checkpoint, tmp_path: Path) -> None:
@@ -112,3 +139,13 @@ def test_layers_of_all_slices_are_read_and_written(make_llm: MakeLLM, family: Ch
 
 def kinds(written: dict[int, dict[str, torch.Tensor]], *names: str) -> list[tuple[int, str]]:
     return [(layer, name) for layer, tensors in written.items() for name in names if name in tensors]
+
+
+def test_a_head_that_drafts_needs_logits_of_its_own(tmp_path: Path) -> None:
+    """The head of the model has its rows on all ranks."""
+    family = make_family("llama", tmp_path / "llama")
+    made = make_eagle(tmp_path / "eagle", (0, 1, 2), width=family.model.config.hidden_size, draft_vocab_size=VOCAB)
+    files = list(made.path.glob("*.safetensors"))
+    save_file({name: one for name, one in made.tensors.items() if name not in ("lm_head.weight", "d2t", "t2d")}, files[0])
+    with pytest.raises(Unsupported, match="has no lm_head.weight, and ranks divide the head of the model"):
+        gemma.opened(family.path, tensor_parallel_size=2, speculative=f"eagle:{made.path}")
