@@ -229,7 +229,11 @@ def test_what_decides_the_logits_is_in_the_canonical_form(made: dict[str, TinyCh
 
 
 def test_inner_widths_that_do_not_divide_are_refused(made: dict[str, TinyCheckpoint]) -> None:
-    config = config_of(made, "3n-other", num_attention_heads=12, num_key_value_heads=6, intermediate_size=[56, 40, 32, 54])
+    config = config_of(
+        made, "3n-other", num_attention_heads=12, num_key_value_heads=6, intermediate_size=[56, 40, 32, 54]
+    )
     assert config.divided(Share(1, 2)).inner_sizes == (28, 20, 16, 27)
-    with pytest.raises(Unsupported, match="tensor_parallel_size 4: 54 elements of intermediate_size do not divide by 4"):
+    with pytest.raises(
+        Unsupported, match="tensor_parallel_size 4: 54 elements of intermediate_size do not divide by 4"
+    ):
         config.divided(Share(0, 4))

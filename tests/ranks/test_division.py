@@ -28,6 +28,7 @@ from quire.models.families import family_of
 from quire.models.loading import load_model
 from quire.weights.places import parameter_shapes
 
+
 def logits_of(
     path: Any, size: int, tokens_T: Tensor, chunks: list[int], runs: Callable[..., Tensor] = run, **options: Any
 ) -> Tensor:
@@ -63,7 +64,9 @@ def test_recurrent_layers(tmp_path: Any, case: Case) -> None:
     check(hybrids.make_checkpoint(case, tmp_path / case.name), 2, hybrids.run)
 
 
-FEW_KEY_HEADS = Case("qwen3.5-few", "Qwen3_5", {**hybrids.DELTA, "linear_num_key_heads": 1, "linear_num_value_heads": 4})
+FEW_KEY_HEADS = Case(
+    "qwen3.5-few", "Qwen3_5", {**hybrids.DELTA, "linear_num_key_heads": 1, "linear_num_value_heads": 4}
+)
 
 
 @pytest.mark.parametrize(

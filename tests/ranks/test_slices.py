@@ -25,6 +25,8 @@ from tests.test_parity import FAMILIES
 
 from quire import LLM
 from quire.base.errors import Unsupported
+from quire.base.segments import BlendParams, Segment
+from quire.branches.move_costs import MoveCosts
 
 pytestmark = pytest.mark.usefixtures("thread_ranks")
 
@@ -128,7 +130,11 @@ def test_layers_of_all_slices_are_read_and_written(make_llm: MakeLLM, family: Ch
             for layer, tensors in written.items():
                 session.set_kv(layer, **({} if "state_0" in tensors else {"start": 7}), **tensors)
             # The file lacks the last token, which each has computed.
-            rows = [state.kv(layer)[name][:-1] for state in (session, kept) for layer, name in kinds(written, "k", "v", "latent")]
+            rows = [
+                state.kv(layer)[name][:-1]
+                for state in (session, kept)
+                for layer, name in kinds(written, "k", "v", "latent")
+            ]
             rows += [session.kv(layer)[name] for layer, name in kinds(written, "state_0", "state_1")]
             found.append((rows, session.generate(greedy(6)).outputs[0].token_ids))
             for layer, name in kinds(written, "state_0"):
@@ -146,6 +152,26 @@ def test_a_head_that_drafts_needs_logits_of_its_own(tmp_path: Path) -> None:
     family = make_family("llama", tmp_path / "llama")
     made = make_eagle(tmp_path / "eagle", (0, 1, 2), width=family.model.config.hidden_size, draft_vocab_size=VOCAB)
     files = list(made.path.glob("*.safetensors"))
-    save_file({name: one for name, one in made.tensors.items() if name not in ("lm_head.weight", "d2t", "t2d")}, files[0])
-    with pytest.raises(Unsupported, match="has no lm_head.weight, and ranks divide the head of the model"):
+    save_file(
+        {name: one for name, one in made.tensors.items() if name not in ("lm_head.weight", "d2t", "t2d")}, files[0]
+    )
+    with pytest.raises(Unsupported, match=r"has no lm_head\.weight, and ranks divide the head of the model"):
         gemma.opened(family.path, tensor_parallel_size=2, speculative=f"eagle:{made.path}")
+
+
+@pytest.mark.parametrize("select", ["v", "v_or_question"])
+def test_blended_latent_rows(make_llm: MakeLLM, select: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All slices have the rows, and choose those to compute by sums over all heads."""
+    monkeypatch.setattr(MoveCosts, "is_worth", lambda *_: True)
+    family, found = make_family("deepseek-v3", tmp_path), []
+    pieces = [Segment(random_tokens(40, 1)), Segment(random_tokens(40, 2)), random_tokens(6, 3)]
+    for make in (make_llm, in_slices(make_llm)):
+        llm = make(family, host_memory="16MiB")
+        for gate in (False, True):
+            llm.warm(pieces[:2], cache_salt=str(gate))
+            params = BlendParams(ratio=0.3, least=1, gate=gate, select=select)
+            (output,) = llm.generate([pieces], greedy(8), blend=params, cache_salt=str(gate))
+            found.append((output.outputs[0].token_ids, output.blend))
+    assert found[0][1] is not None
+    assert found[0][1].blended > 0
+    assert found[:2] == found[2:]

@@ -116,7 +116,7 @@ class DecoderConfig:
         return max(self.max_position, *made_for) if made_for else self.max_position
 
     def divided(self, share: Share) -> Self:
-        """Return the sizes of one rank's model. ``Unsupported`` if heads or widths do not divide."""
+        """Return the sizes of one rank's model; ``Unsupported`` if they do not divide."""
         counts = next(((one.num_heads, one.num_kv_heads) for one in self.layers), (0, 0))
         return replace(
             self,

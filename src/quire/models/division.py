@@ -13,6 +13,7 @@ D head size, C channels of a mixer, G groups of its norm, F inner width of an ML
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,7 @@ from quire.contracts.ranks import Group, Share
 from quire.models.blocks import FeedForward, Mixer, PreNormBlock
 from quire.models.decoder import DecoderConfig, Trunk
 from quire.models.gemma3n import SparseMLP
-from quire.models.gemma4 import BesideExperts, ScaledMixture
+from quire.models.gemma4 import BesideExperts
 from quire.models.mamba2 import MambaConfig
 from quire.nn.attention import WidthNormedAttention
 from quire.nn.linear import Linear
@@ -58,10 +59,10 @@ class SummedFeedForward:
 
 
 @dataclass(slots=True, eq=False)
-class SummedScaledMixture:
+class SummedExperts:
     """Experts beside an MLP (Gemma 4) of which each rank computes a part of the sum."""
 
-    part: ScaledMixture
+    part: Callable[[Tensor, Tensor], Tensor]
     group: Group
 
     def __call__(self, x_TE: Tensor, normed_TE: Tensor) -> Tensor:
@@ -217,6 +218,6 @@ def _feed_forward(part: FeedForward, group: Group) -> FeedForward:
     if isinstance(part, BesideExperts):
         # Each of the two is normed by itself.
         part.dense = SummedFeedForward(part.dense, group)
-        part.experts = SummedScaledMixture(part.experts, group)
+        part.experts = SummedExperts(part.experts, group)
         return part
     return SummedFeedForward(SummedSparseMLP(part, group) if isinstance(part, SparseMLP) else part, group)

@@ -14,7 +14,7 @@ Letters: T tokens, E model width, W width of a row, X experts, K experts of a to
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -250,7 +250,8 @@ class BesideExperts:
     dense: FeedForward
     dense_out_norm: RMSNorm
     experts_norm: RMSNorm
-    experts: ScaledMixture
+    experts: Callable[[Tensor, Tensor], Tensor]
+    """A ``ScaledMixture``, or what adds those of ranks."""
     experts_out_norm: RMSNorm
 
     def __call__(self, x_TE: Tensor) -> Tensor:

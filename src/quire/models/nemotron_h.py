@@ -257,8 +257,8 @@ def _mlp_names(prefix: str, ours: str, width: int, inner: int, bias: bool) -> di
     for name, shape in (("up", (inner, width)), ("down", (width, inner))):
         table[f"{prefix}.{name}_proj.weight"] = Place(parameter=f"{ours}.{name}.weight", shape=shape)
         if bias:
-            bias = Place(parameter=f"{ours}.{name}.bias", shape=shape[:1], is_sum=name == "down")
-            table[f"{prefix}.{name}_proj.bias"] = bias
+            place = Place(parameter=f"{ours}.{name}.bias", shape=shape[:1], is_sum=name == "down")
+            table[f"{prefix}.{name}_proj.bias"] = place
     return table
 
 
