@@ -178,10 +178,11 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
         return _build(config, path, None, progress=progress)
     check_division(path, grid, config.max_model_len)
     drafts = read_speculation("speculative", config.speculative)
-    if grid.stages > 1 and drafts is not None and drafts.method in ("eagle", "mtp"):
+    heads = ("eagle", "mtp") if grid.stages > 1 else ("mtp",)
+    if drafts is not None and drafts.method in heads:
         raise Unsupported(
-            f"speculative: {drafts.method} is a head, which reads blocks and weights of all stages of "
-            f"pipeline_parallel_size {grid.stages}; draft by lookup or by a draft model",
+            f"speculative: {drafts.method} is a head, which reads blocks and weights of all ranks of {grid}; draft by "
+            "lookup or by a draft model",
             field="speculative",
             given=drafts.method,
         )

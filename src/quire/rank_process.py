@@ -38,7 +38,10 @@ def main(descriptor: int) -> None:
                 receive(pipe)  # rank 0 may still be connecting to this one, and then finds the same error
             return
         send(pipe, dict(model.expanded))
-        sizes: PoolSizes = receive(pipe)
+        try:
+            sizes: PoolSizes = receive(pipe)
+        except (EOFError, OSError):  # rank 0 could not go on
+            return
         config, device = part.config, torch.device(part.device)
         format = kv_format(config.kv_dtype, model.dtype)
         division = division_of(model, part.grid, part.rank, None)

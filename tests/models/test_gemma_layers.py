@@ -20,7 +20,6 @@ from quire import LLM
 from quire.base.errors import CheckpointError, QuireError, Unsupported
 from quire.base.types import Add, Chunk, Inputs, Step
 from quire.contracts.ranks import Share
-from quire.models.division import divided_config
 from quire.models.families import family_of
 from quire.models.loading import load_model
 from quire.weights.safetensors_files import SINGLE_FILE
@@ -229,7 +228,12 @@ def test_what_decides_the_logits_is_in_the_canonical_form(made: dict[str, TinyCh
         assert config_of(made, name, **changes).canonical() != config_of(made, name).canonical(), changes
 
 
-def test_ranks_do_not_divide_them(made: dict[str, TinyCheckpoint]) -> None:
-    for name in ("3n", "4"):
-        with pytest.raises(Unsupported, match=r"ForCausalLM has layers that this release does not divide"):
-            divided_config(config_of(made, name), Share(0, 2))
+def test_inner_widths_that_do_not_divide_are_refused(made: dict[str, TinyCheckpoint]) -> None:
+    config = config_of(
+        made, "3n-other", num_attention_heads=12, num_key_value_heads=6, intermediate_size=[56, 40, 32, 54]
+    )
+    assert config.divided(Share(1, 2)).inner_sizes == (28, 20, 16, 27)
+    with pytest.raises(
+        Unsupported, match="tensor_parallel_size 4: 54 elements of intermediate_size do not divide by 4"
+    ):
+        config.divided(Share(0, 4))

@@ -9,6 +9,7 @@ RANKS = "ranks/test_ranks.py"
 ROWS = "ranks/test_divided_rows.py"
 STAGES = "ranks/test_stages.py"
 BATCHES = "ranks/test_micro_batches.py"
+SLICES = "ranks/test_slices.py"
 
 MUTANTS = (
     Mutant(
@@ -21,7 +22,7 @@ MUTANTS = (
     Mutant(
         name="ranks-cut-fused-rows-as-one-part",
         file="weights/places.py",
-        old="several = axis == rows and self.parts",
+        old="several = sum(self.parts) == own",
         new="several = False",
         tests=(f"{DIVISION}::test_two_ranks_give_the_logits_of_one[phi3]",),
     ),
@@ -91,8 +92,8 @@ MUTANTS = (
     Mutant(
         name="ranks-save-a-shared-head-twice",
         file="kv/divided_rows.py",
-        old="return [first + piece * self.grid.slices // pieces for piece in range(pieces)]",
-        new="return list(range(first, first + self.grid.slices))",
+        old="            for piece in range(wide // size)\n",
+        new="            for piece in range(self.grid.slices)\n",
         tests=(f"{ROWS}::test_ranks_export_and_import_what_one_state_does[4-4-2-plain-torch.float32]",),
     ),
     Mutant(
@@ -122,6 +123,69 @@ MUTANTS = (
         old="if not any(source < cut <= block for source, block in shared)",
         new="if cut",
         tests=(f"{STAGES}::test_blocks_that_share_k_and_v_are_in_one_stage",),
+    ),
+    Mutant(
+        name="slices-norm-the-channels-that-are-here",
+        file="models/division.py",
+        old="        self.group.sum(sums_TG)\n",
+        new="        sums_TG.mul_(self.group.size)\n",
+        tests=(f"{DIVISION}::test_recurrent_layers[mamba2-biases-tied]",),
+    ),
+    Mutant(
+        name="slices-norm-a-group-by-all-channels",
+        file="models/division.py",
+        old="self.group.rank * self.groups // self.group.size",
+        new="0",
+        tests=(f"{DIVISION}::test_more_ranks_than_groups_of_heads[mamba2]",),
+    ),
+    Mutant(
+        name="slices-count-shared-keys-twice",
+        file="models/division.py",
+        old="k_TC.square().sum(-1) / self.copies",
+        new="k_TC.square().sum(-1)",
+        tests=(f"{DIVISION}::test_more_ranks_than_kv_heads[olmo2]",),
+    ),
+    Mutant(
+        name="slices-cut-off-by-the-gates-that-are-here",
+        file="models/division.py",
+        old="self.group.sum(torch.stack((wide_TF.sum(-1), wide_TF.square().sum(-1)), -1))",
+        new="(torch.stack((wide_TF.sum(-1), wide_TF.square().sum(-1)), -1) * self.group.size)",
+        tests=(f"{SLICES}::test_logits_of_layers_that_share_rows[3n]",),
+    ),
+    Mutant(
+        name="slices-add-what-is-normed-each",
+        file="models/division.py",
+        old="        part.dense = SummedFeedForward(part.dense, group)\n",
+        new="",
+        tests=(f"{SLICES}::test_conversations[gemma4-moe]",),
+    ),
+    Mutant(
+        name="slices-keep-the-kernels-norm",
+        file="models/division.py",
+        old="mixer.norm, mixer.call = SummedGatedNorm(mixer.norm, whole.norm_groups, group), None",
+        new="mixer.norm = SummedGatedNorm(mixer.norm, whole.norm_groups, group)",
+        tests=(f"{SLICES}::test_logits_of_mixers[granite-4-rope]",),
+    ),
+    Mutant(
+        name="slices-name-the-first-heads-norms",
+        file="models/tensor_names.py",
+        old="norms.{first + head}.weight",
+        new="norms.{head}.weight",
+        tests=(f"{DIVISION}::test_two_ranks_give_the_logits_of_one[stablelm-head-norms]",),
+    ),
+    Mutant(
+        name="slices-cut-convolved-channels-as-one-part",
+        file="nn/delta.py",
+        old="                    parts=self.convolved,\n",
+        new="",
+        tests=(f"{SLICES}::test_files_of_slices_are_those_of_one_process[qwen3-next]",),
+    ),
+    Mutant(
+        name="slices-write-a-state-of-all-heads",
+        file="kv/recurrent.py",
+        old="data = self.division.part_of(slice, data[None], own, whole)[0]",
+        new="data = self.division.part_of(0, data[None], own, whole)[0]",
+        tests=(f"{SLICES}::test_layers_of_all_slices_are_read_and_written[mamba2]",),
     ),
     Mutant(
         name="micro-batches-want-logits-of-each-piece",

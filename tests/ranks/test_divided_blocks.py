@@ -5,17 +5,22 @@ Letters: T tokens, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.models import test_deepseek as latent
+from tests.models import test_parity as parity
+from tests.models import test_recurrent_families as hybrids
 from tests.models.conftest import Case, make_checkpoint
 from tests.models.gguf_writer import write_gguf
 from tests.models.test_gguf_blocks import CASES, EXPERTS, KINDS
 from tests.models.test_kept_codes import MODEL, compressed, exactly
 from tests.models.test_parity import run, tokens_for
+from tests.ranks.test_division import check
 from tests.ranks.thread_group import ThreadGroup, on_ranks
 from torch import Tensor
 
@@ -33,27 +38,32 @@ def loaded(path: Path, group: ThreadGroup | None = None) -> LoadedModel:
     return load_model(path, dtype="float32", group=group, kernels=layer_kernels(torch.device("cpu")))
 
 
-def divided(path: Path, size: int) -> tuple[Tensor, list[LoadedModel]]:
+MATRICES = {"ssm_in": "Q4_0", "ssm_out": "Q4_0"}
+
+
+def divided(path: Path, size: int, runs: Callable[..., Tensor] = run) -> tuple[Tensor, list[LoadedModel]]:
     """Logits of rank 0, and the parts."""
     tokens_T = tokens_for(loaded(path).vocab_size)
 
     def part(group: ThreadGroup) -> tuple[Tensor, LoadedModel]:
         model = loaded(path, group)
-        return run(model, tokens_T, [len(tokens_T)]), model
+        return runs(model, tokens_T, [len(tokens_T)]), model
 
     found = on_ranks(size, part)
     return found[0][0], [model for _, model in found]
 
 
-def kept_and_expanded(path: Path, size: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, Tensor]:
+def kept_and_expanded(
+    path: Path, size: int, monkeypatch: pytest.MonkeyPatch, runs: Callable[..., Tensor] = run
+) -> tuple[Tensor, Tensor]:
     """Logits of both; the parts of the first have the whole model's identity, and fewer bytes."""
-    whole, (found, parts) = loaded(path), divided(path, size)
+    whole, (found, parts) = loaded(path), divided(path, size, runs)
     assert kept_formats(whole)
     for part in parts:
         assert part.expanded == whole.expanded
         assert model_fingerprint(path, part) == model_fingerprint(path, whole)
     monkeypatch.setattr(LazyParameters, "stored", lambda *_: [])
-    wanted, others = divided(path, size)
+    wanted, others = divided(path, size, runs)
     assert all(part.parameter_bytes < other.parameter_bytes for part, other in zip(parts, others, strict=True))
     return found, wanted
 
@@ -71,6 +81,26 @@ def test_blocks_of_gguf_files(case: Case, size: int, tmp_path: Path, monkeypatch
     file = write_gguf(made.path, tmp_path / "model.gguf", "Q4_0", kinds=kinds)
     found, wanted = kept_and_expanded(file, size, monkeypatch)
     assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_blocks_of_mixers(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of one matrix are gate, x, B, C and time steps, each divided by itself."""
+    monkeypatch.setattr(hybrids.HybridPass, "recurrent_parts", lambda *_: None, raising=False)
+    case = Case("mamba2-wide", "Mamba2", {**hybrids.MAMBA, "hidden_size": 64, "head_dim": 16})
+    made = hybrids.make_checkpoint(case, tmp_path / "model")
+    file = write_gguf(made.path, tmp_path / "model.gguf", "Q4_0", kinds={"conv1d": "F32", "ssm_": "F32"} | MATRICES)
+    found, wanted = kept_and_expanded(file, size, monkeypatch, hybrids.run)
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("case", [latent.named("v3"), *map(hybrids.named, ("granite-4", "qwen3-next", "lfm2"))])
+def test_gguf_files_of_new_kinds(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parity, "DensePass", latent.LatentPass)
+    kind = latent if case in latent.CASES else hybrids
+    tiny = kind.make_checkpoint(case, tmp_path / "model")
+    file = write_gguf(tiny.path, tmp_path / "model.gguf")
+    check(replace(tiny, path=file), 2, kind.run)
 
 
 @pytest.mark.parametrize(("bits", "group"), [(4, 16), (8, 0)])

@@ -18,6 +18,7 @@ import pytest
 import torch
 from tests.exact import TINY_PYTHON
 from tests.ranks.thread_ranks import ranks_as_threads
+from tests.small_llms import greedy, make_family, random_tokens
 from torch import Tensor
 
 from quire import LLM, SamplingParams
@@ -545,3 +546,20 @@ def test_a_stage_that_hangs_ends_requests_with_an_error(monkeypatch: pytest.Monk
         assert time.monotonic() - started < 20
         assert "does not answer" in str(output.outputs[0].error)
         assert is_gone(process)
+
+
+def test_mixers_and_their_norms_in_processes(tmp_path: Path) -> None:
+    """Heads of attention and of mixers, whose norms add over both processes; a file goes through
+    one."""
+    fields = {"mamba_n_groups": 1, "mamba_rms_norm": True}
+    path = make_family("falcon-h1", tmp_path / "falcon", **fields).path
+    options: dict[str, Any] = {"dtype": "float32", "kv_cache_memory": "4MiB", "device": "cpu"}
+    found = []
+    for size in (1, 2):
+        with LLM(path, tensor_parallel_size=size, **options) as llm, llm.session(random_tokens(30)) as session:
+            found.append(session.generate(greedy(8)).outputs[0].token_ids)
+            session.save(tmp_path / f"{size}.kv")
+    assert found[0] == found[1]
+    with LLM(path, **options) as llm, llm.load_session(tmp_path / "2.kv") as session:
+        session.save(tmp_path / "again.kv")
+    assert (tmp_path / "again.kv").read_bytes() == (tmp_path / "2.kv").read_bytes()

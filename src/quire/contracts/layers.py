@@ -250,6 +250,9 @@ class StateTensor:
     initial: float | Listed = 0.0
     """The value before any token: a number, or a tensor or array that broadcasts to ``shape`` and
     is copied. It reads as a number if all values are the same, else as ``InitialValues``."""
+    parts: tuple[int, ...] = field(default=(), compare=False)
+    """Sizes of parts of the last dimension, each of which ranks divide by itself; empty: there is
+    one part."""
 
     def __post_init__(self) -> None:
         if min(self.shape, default=1) < 1:

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.base.errors import Unsupported
 from quire.base.types import SeqId
 from quire.contracts.adapters import Adapter
 
@@ -110,6 +111,25 @@ class Share:
 
     rank: int
     size: int
+
+    def part(self, count: int, what: str) -> int:
+        """Return the number of heads, or of other units, that each rank has of ``count``;
+        ``Unsupported`` if they do not divide."""
+        if count % self.size:
+            raise self.refusal(f"{count} {what} do not divide by {self.size}")
+        return count // self.size
+
+    def part_or_one(self, count: int, what: str) -> int:
+        """Return the same where neighbouring ranks may hold the same unit, if there are fewer of
+        them than ranks."""
+        if count % self.size and self.size % count:
+            raise self.refusal(f"{count} {what} neither divide by {self.size} nor divide it")
+        return max(1, count // self.size)
+
+    def refusal(self, reason: str) -> Unsupported:
+        """Return the error for a model that ranks cannot divide."""
+        name = "tensor_parallel_size"
+        return Unsupported(f"{name} {self.size}: {reason}", field=name, given=self.size)
 
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.size}"

@@ -1,5 +1,5 @@
-"""Rows of K and V that ranks divide: each has some heads of the layers of its stage. Whole rows
-from parts, parts of whole rows.
+"""Rows of K and V, and recurrent states, that ranks divide: each has some heads of the layers of
+its stage. Whole rows from parts, parts of whole rows.
 
 All ranks have the same sequences in the same pages. So rank 0 knows the slots of every row, and
 asks the others by slots alone. Its verbs take and return rows of all heads, as one process does.
@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -52,23 +54,23 @@ class DividedRows:
         place: tuple[int, int],
         slots_N: NDArray[np.int64],
         take: Callable[[], Mapping[str, Tensor]],
-        own: Shapes,
-        whole: Shapes,
+        own: Planes,
+        whole: Planes,
         device: torch.device,
     ) -> dict[str, Tensor]:
         """Return planes of all heads. ``take`` returns those of this rank's heads, in these slots;
-        ``own``, ``whole``: the shapes of one rank's planes, and with all heads, without N."""
-        axes = {name: _axis(shape, whole[name]) for name, shape in own.items()}
-        of = {name: self._holders(layer_id, own[name], axis, whole[name]) for name, axis in axes.items()}
-        ranks = sorted({rank for holders in of.values() for rank in holders})
+        ``own``, ``whole``: the planes of one rank, and those with all heads."""
+        first = self._first(layer_id)
+        pieces = {name: self._pieces(plane, whole[name]) for name, plane in own.items()}
+        ranks = sorted({first + piece.slice for parts in pieces.values() for piece in parts})
         others = [rank for rank in ranks if rank != self.rank]
         found = dict(zip(others, self._peers().take(place, slots_N, others), strict=True)) if others else {}
         if self.rank in ranks:
             found[self.rank] = take()
         joined: dict[str, Tensor] = {}
-        for name, axis in axes.items():
-            parts = [found[rank][name].to(device) for rank in of[name]]
-            joined[name] = torch.cat(parts, axis + 1) if axis is not None else parts[0]
+        for name, parts in pieces.items():
+            rows = [piece.of(found[first + piece.slice][name]).to(device) for piece in parts]
+            joined[name] = torch.cat(rows, parts[0].axis) if len(rows) > 1 else rows[0]
         return joined
 
     def put(
@@ -78,13 +80,14 @@ class DividedRows:
         place: tuple[int, int],
         slots_N: NDArray[np.int64],
         planes: Mapping[str, Tensor],
-        own: Shapes,
+        own: Planes,
+        whole: Planes,
     ) -> Mapping[str, Tensor]:
         """Write the other ranks' parts of planes of all heads; return this rank's, empty if it has
-        none. ``own``: shapes of the planes of one rank's heads, without N."""
+        none. ``own``, ``whole``: the planes of one rank, and those with all heads."""
         first = self._first(layer_id)
         parts: dict[int, Mapping[str, Tensor]] = {
-            first + slice: {name: self._cut(plane, own[name], slice) for name, plane in planes.items()}
+            first + slice: {name: self.part_of(slice, plane, own[name], whole[name]) for name, plane in planes.items()}
             for slice in range(self.grid.slices)
         }
         here = parts.pop(self.rank, {})
@@ -109,26 +112,62 @@ class DividedRows:
         """Return the piece of ``pieces`` that a slice holds, as ``weights.places`` divides."""
         return slice * pieces // self.grid.slices
 
-    def _holders(self, layer_id: int, own: tuple[int, ...], axis: int | None, whole: tuple[int, ...]) -> list[int]:
-        """Return the first rank with each piece of a plane."""
-        first = self._first(layer_id)
-        if axis is None:
-            return [first]
-        pieces = whole[axis] // own[axis]
-        return [first + piece * self.grid.slices // pieces for piece in range(pieces)]
+    def part_of(self, slice: int, rows_N: Tensor, own: Plane, whole: Plane) -> Tensor:
+        """Return a slice's part of rows of all heads."""
+        axis, parts = _division(own, whole)
+        if not parts:
+            return rows_N
+        starts = accumulate((wide for wide, _ in parts), initial=0)
+        cut = [
+            rows_N.narrow(axis, start + self._piece(wide // size, slice) * size, size)
+            for start, (wide, size) in zip(starts, parts, strict=False)
+        ]
+        return torch.cat(cut, axis) if len(cut) > 1 else cut[0].contiguous()
 
-    def _cut(self, plane: Tensor, own: tuple[int, ...], slice: int) -> Tensor:
-        axis = _axis(own, plane.shape[1:])
-        if axis is None:
-            return plane
-        size = own[axis]
-        return plane.narrow(axis + 1, self._piece(plane.shape[axis + 1] // size, slice) * size, size).contiguous()
+    def _pieces(self, own: Plane, whole: Plane) -> list[_Piece]:
+        """Return the pieces of a plane of all heads, in order, each as the first slice with it
+        has it."""
+        axis, parts = _division(own, whole)
+        if not parts:
+            return [_Piece(0, 0, 0, None)]
+        starts = accumulate((size for _, size in parts), initial=0)
+        return [
+            _Piece(piece * self.grid.slices // (wide // size), axis, start, size)
+            for start, (wide, size) in zip(starts, parts, strict=False)
+            for piece in range(wide // size)
+        ]
 
 
-Shapes = Mapping[str, tuple[int, ...]]
-"""Shapes of planes by name, for one row."""
+class Plane(NamedTuple):
+    """What a plane keeps of one row, or of one state."""
+
+    shape: tuple[int, ...]
+    parts: tuple[int, ...] = ()
+    """Sizes of parts of the last dimension that are divided each; empty: it is one part."""
 
 
-def _axis(own: Sequence[int], whole: Sequence[int]) -> int | None:
-    """Return the dimension along which a plane is divided; None: it is not."""
-    return next((axis for axis, (one, all_) in enumerate(zip(own, whole, strict=True)) if one != all_), None)
+Planes = Mapping[str, Plane]
+"""By name."""
+
+
+class _Piece(NamedTuple):
+    """Columns of a slice's rows."""
+
+    slice: int
+    axis: int
+    """Of rows ``[N, ...]``."""
+    start: int
+    size: int | None
+    """None: all."""
+
+    def of(self, rows_N: Tensor) -> Tensor:
+        return rows_N if self.size is None else rows_N.narrow(self.axis, self.start, self.size)
+
+
+def _division(own: Plane, whole: Plane) -> tuple[int, list[tuple[int, int]]]:
+    """Return the dimension of rows ``[N, ...]`` along which a plane is divided, and the sizes of
+    its parts with all heads and on one rank; no parts: it is not divided."""
+    for axis, (size, wide) in enumerate(zip(own.shape, whole.shape, strict=True)):
+        if size != wide:
+            return axis + 1, list(zip(whole.parts, own.parts, strict=True)) if whole.parts else [(wide, size)]
+    return 0, []

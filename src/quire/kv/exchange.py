@@ -51,7 +51,7 @@ def get_layout(state: StateParts) -> dict[str, Any]:
                     for one in spec.states
                 ],
             }
-            for layer, spec in zip(state.recurrent.layer_ids, state.recurrent.specs, strict=True)
+            for layer, spec in zip(state.recurrent.layer_ids, state.recurrent.whole_specs, strict=True)
         ]
     found["layers"] = [layer_metadata(spec, state.paged.format) for spec in state.whole_specs.values()]
     return found

@@ -16,9 +16,9 @@ from quire.base.errors import InvalidArgument, Unsupported
 from quire.base.host_link import host_link
 from quire.base.types import SeqId
 from quire.contracts.channel import Channel
-from quire.contracts.layers import KeyValueAttention, LayerSpec, StateTensor
+from quire.contracts.layers import KeyValueAttention, LatentAttention, LayerSpec, StateTensor
 from quire.contracts.ranks import STATES
-from quire.kv.divided_rows import DividedRows
+from quire.kv.divided_rows import DividedRows, Plane
 from quire.kv.encoders import EncoderPart
 from quire.kv.imports import Import
 from quire.kv.layer_classes import Layer, describe_ids
@@ -44,8 +44,10 @@ class StateParts:
         encoders: EncoderPart | None,
         recurrent: RecurrentPart | None,
         division: DividedRows | None = None,
+        whole: Mapping[int, LayerSpec] | None = None,
     ) -> None:
-        """Hold the parts. ``specs``: all layers; ``stored_specs``: those with pages, by id."""
+        """Hold the parts. ``specs``: all layers; ``stored_specs``: those with pages, by id;
+        ``whole``: the layers with all heads, by id, if ranks divide them."""
         self.paged = paged
         self.encoders = encoders
         """What cross layers read; None: there are no such layers."""
@@ -62,9 +64,8 @@ class StateParts:
         """The ranks that hold the heads; None: all heads are here."""
         self.whole_specs = self.stored_specs
         """``stored_specs`` with the heads of all ranks, as files and callers see them."""
-        if division is not None and division.specs:
-            own = zip(self.stored_specs.items(), division.specs, strict=True)
-            self.whole_specs = {layer: _with_heads_of(spec, whole) for (layer, spec), whole in own}
+        if whole:
+            self.whole_specs = {layer: _with_heads_of(spec, whole[layer]) for layer, spec in self.stored_specs.items()}
         self.imports: dict[SeqId, Import] = {}
         """Those under way."""
         self.transfers: dict[SeqId, Transfer] = {}
@@ -88,8 +89,8 @@ class StateParts:
         own = partial(self.paged.classes[layer.class_index].storage.take, layer.index, slots_N)
         if self.division is None:
             return own()
-        place, whole = (layer.class_index, layer.index), self._shapes(self.whole_specs[layer_id])
-        return self.division.join(layer_id, place, slots_N, own, self._shapes(layer.spec), whole, self.device)
+        place, whole = (layer.class_index, layer.index), self._planes(self.whole_specs[layer_id])
+        return self.division.join(layer_id, place, slots_N, own, self._planes(layer.spec), whole, self.device)
 
     def own_planes(
         self, seq_id: SeqId, layer_id: int, slots_N: NDArray[np.int64], planes: Mapping[str, Tensor]
@@ -99,11 +100,11 @@ class StateParts:
         if self.division is None:
             return planes
         layer = self.paged.layers[layer_id]
-        place = (layer.class_index, layer.index)
-        return self.division.put(seq_id, layer_id, place, slots_N, planes, self._shapes(layer.spec))
+        place, whole = (layer.class_index, layer.index), self._planes(self.whole_specs[layer_id])
+        return self.division.put(seq_id, layer_id, place, slots_N, planes, self._planes(layer.spec), whole)
 
-    def _shapes(self, spec: StoredSpec) -> dict[str, tuple[int, ...]]:
-        return {name: plane.shape for name, plane in self.paged.format.planes(geometry(spec)).items()}
+    def _planes(self, spec: StoredSpec) -> dict[str, Plane]:
+        return {name: Plane(tuple(plane.shape)) for name, plane in self.paged.format.planes(geometry(spec)).items()}
 
     def __iter__(self) -> Iterator[Part]:
         return iter(self._all)
@@ -160,7 +161,9 @@ class StateParts:
 
     def layer_spec(self, layer_id: int) -> LayerSpec:
         """Return a layer of any kind, with all heads; ``InvalidArgument`` for an unknown id."""
-        return self.whole_specs.get(layer_id) or self.own_spec(layer_id)
+        if self.recurrent is not None and layer_id in self.recurrent.layer_ids:
+            return self.recurrent.whole_specs[self.recurrent.layer(layer_id)]
+        return self.whole_specs.get(layer_id) or self.spec(layer_id)
 
     def own_spec(self, layer_id: int) -> LayerSpec:
         """Return a layer of any kind, with the heads that are here; ``InvalidArgument`` for an
@@ -180,7 +183,8 @@ class StateParts:
         return self.recurrent
 
     def state_tensor(self, layer_id: int, state_id: int, verb: str, seq_id: SeqId | None = None) -> StateTensor:
-        """Return a state tensor of a recurrent layer. ``seq_id``: ``NotFound`` if it is unknown."""
+        """Return a state tensor of a recurrent layer, with the heads that are here. ``seq_id``:
+        ``NotFound`` if it is unknown."""
         state_id = check_integer(state_id, f"{verb}: state", 0)
         part = self.recurrent_part(verb)
         if layer_id not in part.layer_ids:
@@ -208,6 +212,9 @@ class StateParts:
 
 def _with_heads_of(spec: StoredSpec, whole: LayerSpec) -> StoredSpec:
     """Return a layer with the heads of the model's layer of which it is one rank's part."""
+    if isinstance(spec, LatentAttention):
+        assert isinstance(whole, LatentAttention)
+        return replace(spec, num_heads=whole.num_heads)
     assert isinstance(spec, KeyValueAttention)
     assert isinstance(whole, KeyValueAttention)
     return replace(spec, num_heads=whole.num_heads, num_kv_heads=whole.num_kv_heads)

@@ -34,7 +34,7 @@ from quire.contracts.recurrence import (
     RecurrentParts,
     StatePlaces,
 )
-from quire.kv.divided_rows import DividedRows
+from quire.kv.divided_rows import DividedRows, Plane
 from quire.kv.forward_need import ForwardNeed
 from quire.kv.part import Part
 from quire.kv.recurrent_states import NULL, OpenRecurrent, RecurrentNeed, Slots
@@ -173,8 +173,10 @@ class RecurrentPart(Part):
         backend: RecurrenceBackend,
         padding: bool = False,
         division: DividedRows | None = None,
+        whole: Sequence[Recurrent] = (),
     ) -> None:
-        """``division``: the stages that hold the layers; None: all are here."""
+        """``division``: the ranks that hold the layers; None: all are here. ``whole``: the layers
+        with all heads, if ranks divide them."""
         if len(specs) != len(layer_ids) or len(set(layer_ids)) != len(layer_ids):
             raise InvalidArgument(f"{len(specs)} recurrent layers with ids {list(layer_ids)}; give each its own id")
         for name, given, least in (
@@ -188,6 +190,8 @@ class RecurrentPart(Part):
             if not spec.states:
                 raise InvalidArgument(f"layer {layer_id} has no states; at least one is needed")
         self.specs = list(specs)
+        self.whole_specs = list(whole) or self.specs
+        """``specs`` with the heads of all ranks, as files and callers see them."""
         self.layer_ids = list(layer_ids)
         self.device = torch.device(device)
         self.backend = backend
@@ -210,7 +214,8 @@ class RecurrentPart(Part):
         return self._indices[layer_id]
 
     def tensor(self, layer_id: int, state_id: int) -> tuple[int, StateTensor]:
-        """Return the layer's index and the state tensor; ``InvalidArgument`` for unknown ids."""
+        """Return the layer's index and the state tensor, with the heads that are here;
+        ``InvalidArgument`` for unknown ids."""
         layer = self.layer(layer_id)
         states = self.specs[layer].states
         if isinstance(state_id, bool) or state_id not in range(len(states)):
@@ -312,13 +317,17 @@ class RecurrentPart(Part):
 
     def debug_set(self, layer_id: int, state_id: int, seq_id: SeqId, data: Tensor) -> None:
         """Overwrite a tensor of this sequence's present state, no other. ``ResourceExhausted``."""
-        layer, tensor = self.tensor(layer_id, state_id)
-        self.check_data("debug_set", tensor, data, ())
+        layer, _ = self.tensor(layer_id, state_id)
+        self.check_data("debug_set", self.whole_specs[layer].states[state_id], data, ())
         moved = self.table.own(seq_id)
         if moved is not None:
             source, target = (np.array([slot], dtype=np.int64) for slot in moved)
             self.storage.copy(source, target)
         if (layer, state_id) in self.storage.rows_S:
+            if self.division is not None:
+                name, slice = str(state_id), self.division.share.rank
+                own, whole = (_planes(specs[layer])[name] for specs in (self.specs, self.whole_specs))
+                data = self.division.part_of(slice, data[None], own, whole)[0]
             self.storage.write_one(layer, state_id, int(self.table.slots(seq_id)[self.table.position(seq_id)]), data)
 
     def check_data(self, verb: str, tensor: StateTensor, data: Tensor, lead: tuple[int, ...]) -> None:
@@ -330,7 +339,7 @@ class RecurrentPart(Part):
 
     def group_tensors(self, layer_id: int, kept: Iterable[int]) -> dict[str, StateTensor]:
         """Return a layer's tensors: ``state.i``, and ``state.i@position`` of each checkpoint."""
-        states = self.specs[self.layer(layer_id)].states
+        states = self.whole_specs[self.layer(layer_id)].states
         suffixes = ["", *(f"@{position}" for position in kept)]
         return {f"state.{index}{suffix}": one for index, one in enumerate(states) for suffix in suffixes}
 
@@ -367,23 +376,25 @@ class RecurrentPart(Part):
             self.storage.put(self.layer(layer_id), slots, {str(state): one for state, one in enumerate(given)})
             return
         planes = {str(state): torch.stack(one) for state, one in enumerate(given)}
-        place = (STATES, self.layer(layer_id))
-        here = self.division.put(seq_id, layer_id, place, slots, planes, self._shapes(layer_id))
+        layer = self.layer(layer_id)
+        own, whole = _planes(self.specs[layer]), _planes(self.whole_specs[layer])
+        here = self.division.put(seq_id, layer_id, (STATES, layer), slots, planes, own, whole)
         self.storage.put(self.layer(layer_id), slots, here)
 
-    # -- states of all stages ----------------------------------------------------------------------
+    # -- states of all ranks -----------------------------------------------------------------------
 
     def take(self, layer_id: int, slots: Slots) -> Mapping[str, Tensor]:
         """Return the fresh states of a layer in these slots, ``[n, *shape]``, by number."""
-        layer, shapes = self.layer(layer_id), self._shapes(layer_id)
-        own = partial(self.storage.take, layer, slots)
+        layer = self.layer(layer_id)
+        taken = partial(self.storage.take, layer, slots)
         if self.division is None:
-            return own()
-        return self.division.join(layer_id, (STATES, layer), slots, own, shapes, shapes, self.device)
+            return taken()
+        own, whole = _planes(self.specs[layer]), _planes(self.whole_specs[layer])
+        return self.division.join(layer_id, (STATES, layer), slots, taken, own, whole, self.device)
 
-    def _shapes(self, layer_id: int) -> dict[str, tuple[int, ...]]:
-        states = self.specs[self.layer(layer_id)].states
-        return {str(state): tuple(one.shape) for state, one in enumerate(states)}
+
+def _planes(spec: Recurrent) -> dict[str, Plane]:
+    return {str(state): Plane(tuple(one.shape), one.parts) for state, one in enumerate(spec.states)}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -121,6 +121,8 @@ class State:
         """See above. ``division``: the ranks, of which ``specs`` have one's heads, and each stage
         keeps rows and states of some layers; None: all is here."""
         ids = ids_of(len(specs), first_layer, layer_ids)
+        divided = () if division is None else division.specs
+        whole = dict(zip(ids, divided, strict=True)) if divided else {}
         recurrent = {layer: spec for layer, spec in zip(ids, specs, strict=True) if isinstance(spec, Recurrent)}
         attention = {layer: spec for layer, spec in zip(ids, specs, strict=True) if layer not in recurrent}
         if not specs:
@@ -172,8 +174,9 @@ class State:
                 backend=ReferenceRecurrence() if recurrence is None else recurrence,
                 padding=padding,
                 division=division,
+                whole=[spec for spec in whole.values() if isinstance(spec, Recurrent)],
             )
-        self.parts = StateParts(specs, stored, first_layer, paged, crossed, slots, division)
+        self.parts = StateParts(specs, stored, first_layer, paged, crossed, slots, division, whole)
         self.sequences = paged.sequences
         self.dtype, self.device, self.page_size = format.dtype, device, page_size
         self.current_pass: StatePass | None = None

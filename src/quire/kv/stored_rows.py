@@ -153,13 +153,15 @@ def debug_get(state: StateParts, layer_id: int, state_id: int, seq_id: SeqId, *,
 
 
 def debug_set(state: StateParts, layer_id: int, state_id: int, seq_id: SeqId, data: Tensor) -> None:
-    one = state.state_tensor(layer_id, state_id, "debug_set", seq_id)
+    state.state_tensor(layer_id, state_id, "debug_set", seq_id)
+    part = state.recurrent_part("debug_set")
+    one = part.whole_specs[part.layer(layer_id)].states[state_id]
     if tuple(data.shape) != one.shape or data.dtype != dtype_of(one):
         raise InvalidArgument(
             f"debug_set: data is {data.dtype} {tuple(data.shape)}; {dtype_of(one)} {one.shape} is needed"
         )
     state.sequences.require_settled(seq_id, "debug_set")
-    state.recurrent_part("debug_set").debug_set(layer_id, state_id, seq_id, data.to(state.device))
+    part.debug_set(layer_id, state_id, seq_id, data.to(state.device))
 
 
 def gathered(

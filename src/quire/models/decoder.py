@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
+from typing import Any, Generic, Literal, Self, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from quire.base.errors import InvalidArgument
 from quire.contracts.block_calls import LayerKernels
 from quire.contracts.layers import FullAttention, LayerSpec, RopeSpec, WindowedAttention
 from quire.contracts.model import Block, WideRows
-from quire.contracts.ranks import Stages
+from quire.contracts.ranks import Share, Stages
 from quire.contracts.rows import ActivationName
 from quire.models.blocks import (
     DecoderBlock,
@@ -62,9 +62,6 @@ class DecoderConfig:
     A family with experts adds fields in a subclass and gives ``Decoder`` a builder of its MLPs.
     """
 
-    DIVISIBLE: ClassVar[bool] = True
-    """Whether ranks can divide its layers."""
-
     architecture: str
     vocab_size: int
     hidden_size: int
@@ -96,6 +93,8 @@ class DecoderConfig:
     """Growth of queries with their position; not with norms of heads."""
     logit_softcap: float | None = None
     """Logits become ``cap * tanh(logits / cap)``, after the scale."""
+    first_heads: tuple[int, int] = (0, 0)
+    """Numbers of the first query head and of the first KV head of a rank's model."""
 
     def __post_init__(self) -> None:
         if self.residual_scale != 1.0 and self.placement != "pre":
@@ -116,6 +115,16 @@ class DecoderConfig:
         ]
         return max(self.max_position, *made_for) if made_for else self.max_position
 
+    def divided(self, share: Share) -> Self:
+        """Return the sizes of one rank's model; ``Unsupported`` if they do not divide."""
+        counts = next(((one.num_heads, one.num_kv_heads) for one in self.layers), (0, 0))
+        return replace(
+            self,
+            layers=tuple(heads_of(one, share) for one in self.layers),
+            first_heads=(share.rank * counts[0] // share.size, share.rank * counts[1] // share.size),
+            intermediate_size=share.part(self.intermediate_size, "elements of intermediate_size"),
+        )
+
     def canonical(self) -> str:
         """Return JSON of the fields that decide the logits, without defaults, keys sorted.
 
@@ -125,6 +134,12 @@ class DecoderConfig:
         plain = _plain(self)
         plain.pop("max_position"), plain.pop("max_model_len", None)
         return json.dumps(plain, sort_keys=True, separators=(",", ":"))
+
+
+def heads_of(spec: AttentionSpec, share: Share) -> AttentionSpec:
+    """Return a layer with the heads of one rank; ``Unsupported`` if they do not divide."""
+    heads = share.part(spec.num_heads, "query heads")
+    return replace(spec, num_heads=heads, num_kv_heads=share.part_or_one(spec.num_kv_heads, "KV heads"))
 
 
 def _plain(value: Any) -> Any:

@@ -1,67 +1,37 @@
-"""Tensor parallelism: the part of a model that one rank holds.
+"""Tensor parallelism: how the parts of a rank's model add and gather over the ranks.
 
-Ranks divide heads, and the inner width of MLPs and of experts; ``weights.places`` says how a tensor
-is divided. Each rank computes its part of two sums in a block, behind the attention and behind the
-MLP, and the ranks add them (arXiv:1909.08053). The embedding, norms and routers are on all ranks.
+Ranks divide heads, the channels of recurrent mixers, and the inner width of MLPs and of experts: a
+configuration's ``divided`` gives the sizes of one rank, and ``weights.places`` says how a tensor is
+divided. Each rank computes its part of a sum behind attention or a mixer, and behind the MLP, and
+the ranks add them (arXiv:1909.08053). The embedding, norms over the model width, routers and rows
+of latent attention are on all ranks. Norms and cutoffs over what ranks divide add what they need.
 The head's rows are divided; rank 0 gathers the logits.
 
-Letters: T rows, R rows for the head, E model width, O output features.
+Letters: T rows, R rows for the head, E model width, O output features, Hq, Hkv query and KV heads,
+D head size, C channels of a mixer, G groups of its norm, F inner width of an MLP.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from quire.base.errors import Unsupported
-from quire.contracts.layers import FullAttention, WindowedAttention
 from quire.contracts.model import Pass
 from quire.contracts.ranks import Group, Share
-from quire.models.blocks import FeedForward, Mixer, ParallelBlock, PostNormBlock, PreNormBlock
-from quire.models.decoder import Decoder, DecoderConfig
-from quire.models.mixture import MixtureConfig
+from quire.models.blocks import FeedForward, Mixer, PreNormBlock
+from quire.models.decoder import DecoderConfig, Trunk
+from quire.models.gemma3n import SparseMLP
+from quire.models.gemma4 import BesideExperts
+from quire.models.mamba2 import MambaConfig
+from quire.nn.attention import WidthNormedAttention
 from quire.nn.linear import Linear
-
-
-def divided_config(config: Any, share: Share) -> DecoderConfig:
-    """Return the sizes of one rank's model. ``Unsupported`` for a model that is not divided, or
-    whose heads or widths do not divide by the number of ranks."""
-    size = share.size
-    if not (isinstance(config, DecoderConfig) and config.DIVISIBLE) or any(
-        not isinstance(spec, (FullAttention, WindowedAttention)) for spec in config.layers
-    ):
-        name = getattr(config, "architecture", None) or getattr(getattr(config, "trunk", None), "architecture", "it")
-        raise _refused(size, f"{name} has layers that this release does not divide; decoders of softmax attention are")
-    if config.head_norms in ("each", "width"):
-        raise _refused(size, f"{config.architecture} has head norms that this release does not divide")
-    spec = config.layers[0]
-    _check(size, "query heads", spec.num_heads)
-    if spec.num_kv_heads % size and size % spec.num_kv_heads:
-        raise _refused(size, f"{spec.num_kv_heads} KV heads neither divide by {size} nor divide it")
-    layers = tuple(
-        replace(one, num_heads=one.num_heads // size, num_kv_heads=max(1, one.num_kv_heads // size))
-        for one in config.layers
-    )
-    inner: dict[str, Any] = {"intermediate_size": config.intermediate_size}
-    if isinstance(config, MixtureConfig):
-        inner |= {"expert_size": config.expert_size, "shared_size": config.shared_size}
-        if len(config.dense_layers) == 0:
-            del inner["intermediate_size"]
-    for name, width in inner.items():
-        _check(size, f"elements of {name}", width)
-    return replace(config, layers=layers, **{name: width // size for name, width in inner.items()})
-
-
-def _check(size: int, what: str, count: int) -> None:
-    if count % size:
-        raise _refused(size, f"{count} {what} do not divide by {size}")
-
-
-def _refused(size: int, reason: str) -> Unsupported:
-    return Unsupported(f"tensor_parallel_size {size}: {reason}", field="tensor_parallel_size", given=size)
+from quire.nn.mamba import Mamba2Mixer
+from quire.nn.norm import GatedRMSNorm, RMSNorm
 
 
 @dataclass(slots=True, eq=False)
@@ -86,6 +56,93 @@ class SummedFeedForward:
     def __call__(self, x_TE: Tensor) -> Tensor:
         """Map ``[T, E]`` to a fresh ``[T, E]``, equal on all ranks."""
         return self.group.sum(self.part(x_TE))
+
+
+@dataclass(slots=True, eq=False)
+class SummedExperts:
+    """Experts beside an MLP (Gemma 4) of which each rank computes a part of the sum."""
+
+    part: Callable[[Tensor, Tensor], Tensor]
+    group: Group
+
+    def __call__(self, x_TE: Tensor, normed_TE: Tensor) -> Tensor:
+        """Map the router's and the experts' inputs ``[T, E]`` to a fresh ``[T, E]``."""
+        return self.group.sum(self.part(x_TE, normed_TE))
+
+
+class SummedWidthNorms(WidthNormedAttention):
+    """Attention with a norm over all query heads and one over all key heads, of which some are
+    here. The ranks add the squares of both in one sum."""
+
+    __slots__ = ("copies", "group", "widths")
+
+    def __init__(self, own: WidthNormedAttention, whole: tuple[int, int], group: Group) -> None:
+        """``own``: the layer of this rank's heads, ``whole``: the numbers of all query and KV
+        heads."""
+        super().__init__(own.layer_id, own.spec, own.qkv, own.out, own.q_norm, own.k_norm)
+        self.group = group
+        self.widths = tuple(count * own.spec.head_dim for count in whole)
+        self.copies = own.spec.num_kv_heads * group.size // whole[1]
+        """Ranks that hold the same KV heads."""
+
+    def heads(self, x_TE: Tensor, pass_: Pass) -> Tensor:
+        """See ``Attention``."""
+        spec, (q_norm, k_norm) = self.spec, (self.q_norm, self.k_norm)
+        assert isinstance(q_norm, RMSNorm)
+        assert isinstance(k_norm, RMSNorm)
+        q_TC, k_TC, v_TC = torch.split(self.qkv(x_TE), self._sizes, dim=-1)
+        q_TC, k_TC, dtype = q_TC.float(), k_TC.float(), v_TC.dtype
+        squares_T2 = torch.stack((q_TC.square().sum(-1), k_TC.square().sum(-1) / self.copies), -1)
+        means_T2 = self.group.sum(squares_T2).div_(squares_T2.new_tensor(self.widths))
+        q_TC = (q_TC * torch.rsqrt(means_T2[:, :1] + q_norm.eps) * q_norm.weight).to(dtype)
+        k_TC = (k_TC * torch.rsqrt(means_T2[:, 1:] + k_norm.eps) * k_norm.weight).to(dtype)
+        q_THD = q_TC.view(-1, spec.num_heads, spec.head_dim)
+        k_THD = k_TC.view(-1, spec.num_kv_heads, spec.head_dim)
+        v_THD = v_TC.view(-1, spec.num_kv_heads, spec.value_dim)
+        return pass_.attend(self.layer_id, q_THD, k_THD, v_THD).flatten(-2)
+
+
+class SummedGatedNorm(GatedRMSNorm):
+    """A gated norm of which several ranks hold the channels of one group."""
+
+    __slots__ = ("group", "groups")
+
+    def __init__(self, own: GatedRMSNorm, groups: int, group: Group) -> None:
+        """``own``: the norm of this rank's channels, ``groups``: those of all channels."""
+        super().__init__(own.weight, own.eps, gate_first=own.gate_first)
+        self.groups, self.group = groups, group
+
+    def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Map any float ``[T, C]`` and a gate ``[T, C]`` to a fresh ``[T, C]`` in the gate's
+        dtype."""
+        open_ = F.silu(gate.float())
+        x = x.float() * open_ if self.gate_first else x.float()
+        sums_TG = x.new_zeros(len(x), self.groups)
+        mine_T = sums_TG[:, self.group.rank * self.groups // self.group.size]
+        mine_T.copy_(x.square().sum(-1))
+        self.group.sum(sums_TG)
+        width = x.shape[1] * self.group.size // self.groups
+        y = x * torch.rsqrt(mine_T[:, None] / width + self.eps) * self.weight
+        return (y if self.gate_first else y.mul_(open_)).to(gate.dtype)
+
+
+class SummedSparseMLP(SparseMLP):
+    """A sparse MLP (Gemma 3n) whose cutoff is of the gates of all ranks."""
+
+    __slots__ = ("group",)
+
+    def __init__(self, own: SparseMLP, group: Group) -> None:
+        """``own``: the MLP of this rank's inner width."""
+        super().__init__(own.gate_up, own.down, own.activation, sparsity=own.sparsity)
+        self.group = group
+
+    def moments(self, gate_TF: Tensor) -> tuple[Tensor, Tensor]:
+        """See ``SparseMLP``. In float64, the difference of two large sums is exact enough."""
+        wide_TF, count = gate_TF.double(), gate_TF.shape[1] * self.group.size
+        sums_T2 = self.group.sum(torch.stack((wide_TF.sum(-1), wide_TF.square().sum(-1)), -1)).div_(count)
+        mean_T1 = sums_T2[:, :1]
+        deviation_T1 = (sums_T2[:, 1:] - mean_T1.square()).clamp(min=0).sqrt()
+        return mean_T1.to(gate_TF.dtype), deviation_T1.to(gate_TF.dtype)
 
 
 class GatheredLinear(Linear):
@@ -119,7 +176,7 @@ class GatheredLinear(Linear):
         return own_RO.new_empty(len(own_RO), self.rows) if found is None else found[:, : self.rows]
 
 
-def divide_head(model: Decoder[Any], share: Share) -> None:
+def divide_head(model: Trunk, share: Share) -> None:
     """Keep a rank's rows of the head, before the model is packed. The last rank may have fewer."""
     weight_VE = model.lm_head.weight
     each = -(-len(weight_VE) // share.size)
@@ -128,14 +185,39 @@ def divide_head(model: Decoder[Any], share: Share) -> None:
     model.lm_head = Linear(weight_VE.narrow(0, start, rows), name=model.lm_head.name)
 
 
-def join_ranks(model: Decoder[Any], group: Group) -> None:
-    """Let the parts of a packed model add and gather their results over the ranks."""
+def join_ranks(model: Trunk, whole: Any, group: Group) -> None:
+    """Let the parts of a packed model add and gather their results over the ranks. ``whole``: the
+    configuration of the model with all heads."""
     model.stack = None
     for block in model.blocks:
-        assert isinstance(block, (PreNormBlock, PostNormBlock, ParallelBlock))
         if isinstance(block, PreNormBlock):
             block.joined = None
-        block.attention = SummedMixer(block.attention, group)
-        block.mlp = SummedFeedForward(block.mlp, group)
+        for name in ("attention", "mixer"):
+            if hasattr(block, name):
+                setattr(block, name, SummedMixer(_mixer(getattr(block, name), whole, group), group))
+        if hasattr(block, "mlp"):
+            block.mlp = _feed_forward(block.mlp, group)
     if model.stages is None or model.stages.is_last:
         model.lm_head = GatheredLinear(model.lm_head, model.vocab_size, group)
+
+
+def _mixer(mixer: Mixer, whole: Any, group: Group) -> Mixer:
+    """Return a mixer whose norms are over the channels of all ranks."""
+    if isinstance(mixer, WidthNormedAttention):
+        assert isinstance(whole, DecoderConfig)
+        return SummedWidthNorms(mixer, (whole.layers[0].num_heads, whole.layers[0].num_kv_heads), group)
+    if isinstance(mixer, Mamba2Mixer) and mixer.norm is not None:
+        assert isinstance(whole, MambaConfig)
+        if whole.norm_groups < group.size:
+            # A kernel's call would norm the channels that are here.
+            mixer.norm, mixer.call = SummedGatedNorm(mixer.norm, whole.norm_groups, group), None
+    return mixer
+
+
+def _feed_forward(part: FeedForward, group: Group) -> FeedForward:
+    if isinstance(part, BesideExperts):
+        # Each of the two is normed by itself.
+        part.dense = SummedFeedForward(part.dense, group)
+        part.experts = SummedExperts(part.experts, group)
+        return part
+    return SummedFeedForward(SummedSparseMLP(part, group) if isinstance(part, SparseMLP) else part, group)

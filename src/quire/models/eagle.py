@@ -203,6 +203,8 @@ def _loaded(
     # A head without some of these uses the target's.
     embeds = embeds or not same_width
     heads = heads or not same_width or config.draft_vocab != trunk.vocab_size
+    if target.whole_specs and not heads:
+        raise Unsupported(f"{path} has no lm_head.weight, and ranks divide the head of the model, which it would use")
     places = checkpoint.choose(eagle_spellings(config, embeds=embeds, heads=heads))
     ignorable = {*ignorable_names(trunk, replace(LLAMA_NAMES, trunk="")).names, "d2t", "t2d"}
     checkpoint.check(places, ignorable | {"midlayer.self_attn.rotary_emb.inv_freq"})

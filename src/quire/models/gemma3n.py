@@ -215,9 +215,13 @@ class SparseMLP(GatedMLP):
     def __call__(self, x_TE: Tensor) -> Tensor:
         """Map ``[T, E]`` to a fresh ``[T, E]``."""
         gate_TF, up_TF = self.gate_up(x_TE).chunk(2, dim=-1)
-        deviation_T1 = torch.std(gate_TF, dim=-1, keepdim=True, unbiased=False)
-        cutoff_T1 = torch.mean(gate_TF, dim=-1, keepdim=True) + deviation_T1 * NormalDist().inv_cdf(self.sparsity)
+        mean_T1, deviation_T1 = self.moments(gate_TF)
+        cutoff_T1 = mean_T1 + deviation_T1 * NormalDist().inv_cdf(self.sparsity)
         return self.down(ACTIVATIONS[self.activation](torch.relu(gate_TF - cutoff_T1)).mul_(up_TF))
+
+    def moments(self, gate_TF: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the mean and the deviation of each row, ``[T, 1]``."""
+        return gate_TF.mean(dim=-1, keepdim=True), torch.std(gate_TF, dim=-1, keepdim=True, unbiased=False)
 
 
 @dataclass(slots=True, eq=False)

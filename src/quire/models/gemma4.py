@@ -14,14 +14,15 @@ Letters: T tokens, E model width, W width of a row, X experts, K experts of a to
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from quire.contracts.model import Pass
+from quire.contracts.ranks import Share
 from quire.models.blocks import FeedForward, Mixer
 from quire.models.config_fields import ConfigFields, refuse_unsupported
 from quire.models.decoder import AttentionSpec, Parameters, gated_mlp
@@ -74,6 +75,11 @@ class Gemma4Config(LayeredConfig):
     """F"""
     top_k: int = 0
     """K"""
+
+    def divided(self, share: Share) -> Self:
+        """See ``DecoderConfig``."""
+        inner = share.part(self.expert_size, "elements of moe_intermediate_size")
+        return replace(LayeredConfig.divided(self, share), expert_size=inner)
 
 
 def read_gemma4_config(values: Mapping[str, Any], max_model_len: int | None = None) -> Gemma4Config:
@@ -167,7 +173,8 @@ def gemma4_spellings(config: Gemma4Config) -> Sequence[NameTable]:
             **{f"{theirs}.weight": (f"{ours}.weight", (width,)) for theirs, ours in MIXTURE_NORMS.items()},
         }
     for theirs, (ours, shape) in sizes.items():
-        table[f"model.layers.{{}}.{theirs}"] = Place(parameter=f"{{}}.{ours}", shape=shape)
+        parts = (inner, inner) if ours == "experts.gate_up.weight" else ()
+        table[f"model.layers.{{}}.{theirs}"] = Place(parameter=f"{{}}.{ours}", shape=shape, parts=parts)
     return (table,)
 
 
@@ -243,7 +250,8 @@ class BesideExperts:
     dense: FeedForward
     dense_out_norm: RMSNorm
     experts_norm: RMSNorm
-    experts: ScaledMixture
+    experts: Callable[[Tensor, Tensor], Tensor]
+    """A ``ScaledMixture``, or what adds those of ranks."""
     experts_out_norm: RMSNorm
 
     def __call__(self, x_TE: Tensor) -> Tensor:

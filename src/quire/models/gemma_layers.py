@@ -17,15 +17,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from quire.contracts.block_calls import LayerKernels
 from quire.contracts.model import Block
-from quire.contracts.ranks import Stages
+from quire.contracts.ranks import Share, Stages
 from quire.contracts.rows import ActivationName
 from quire.models.blocks import Mixer
 from quire.models.config_fields import ConfigFields
@@ -47,8 +47,6 @@ class LayeredConfig(DecoderConfig):
     """A decoder of such layers. ``layers`` has a spec for each block; that of a block that shares
     is its source's. ``intermediate_size`` is not used."""
 
-    DIVISIBLE: ClassVar[bool] = False
-
     sources: tuple[int | None, ...]
     """For each block the one whose K and V it reads; None: its own."""
     inner_sizes: tuple[int, ...]
@@ -59,6 +57,11 @@ class LayeredConfig(DecoderConfig):
     """Tokens with an input of their own; others have that of token 0."""
     keys_as_values: tuple[int, ...] = ()
     """The blocks whose V is K, before its norm and its rotation."""
+
+    def divided(self, share: Share) -> Self:
+        """See ``DecoderConfig``."""
+        inner = tuple(share.part(one, "elements of intermediate_size") for one in self.inner_sizes)
+        return replace(DecoderConfig.divided(replace(self, intermediate_size=0), share), inner_sizes=inner)
 
     def own_layers(self) -> tuple[int, ...]:
         """Return the blocks with K and V of their own."""

@@ -101,7 +101,8 @@ def _mixture_names(trunk: MixtureConfig, names: tuple[str, str, str]) -> dict[st
         "shared_mlp.input_linear.weight": ("shared.gate_up", (2 * shared, width)),
         "shared_mlp.output_linear.weight": ("shared.down", (width, shared)),
     }
+    parts = {"experts.gate_up": (inner, inner), "shared.gate_up": (shared, shared)}
     return {
-        f"model.layers.{{}}.{theirs}": Place(parameter=f"{{}}.{ours}.weight", shape=shape)
+        f"model.layers.{{}}.{theirs}": Place(parameter=f"{{}}.{ours}.weight", shape=shape, parts=parts.get(ours, ()))
         for theirs, (ours, shape) in sizes.items()
     }

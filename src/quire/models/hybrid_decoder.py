@@ -16,13 +16,14 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from quire.contracts.layers import LayerSpec, Recurrent
 from quire.contracts.model import Block
+from quire.contracts.ranks import Share
 from quire.models import decoder
 from quire.models.blocks import Mixer, Norm, PreNormBlock, SandwichBlock, ScaledBlock
 from quire.models.config_fields import ConfigFields
@@ -38,6 +39,10 @@ class MixerShape(Protocol):
 
     def spec(self, dtype: torch.dtype) -> Recurrent:
         """Return the state of a layer of a model in ``dtype``."""
+        ...
+
+    def divided(self, share: Share) -> Self:
+        """Return the sizes of one rank's mixer. ``Unsupported`` if heads do not divide."""
         ...
 
 
@@ -76,6 +81,10 @@ class HybridConfig:
             **{name: getattr(self, name) for name in self.OWN},
         }
         return json.dumps(plain, sort_keys=True, separators=(",", ":"))
+
+    def divided(self, share: Share) -> Self:
+        """See ``DecoderConfig``."""
+        return replace(self, trunk=self.trunk.divided(share), mixer=self.mixer.divided(share))
 
     @property
     def num_layers(self) -> int:

@@ -220,16 +220,19 @@ def lfm3_spellings(config: Lfm2Config) -> Sequence[NameTable]:
 
 def _with_mixer_names(config: Lfm2Config, decoder: Mapping[str, Place]) -> NameTable:
     table = only_attending(config, respelled(decoder, SPELLINGS))
-    width, shape = config.trunk.hidden_size, config.mixer
+    width, channels, taps = config.trunk.hidden_size, config.mixer.channels, config.mixer.taps
+    projected = (channels,) * 3
     for block in config.recurrent:
-        for theirs, ours, sizes in (
-            ("in_proj", "project", (3 * width, width)),
-            ("conv", "conv", (width, 1, shape.taps)),
-            ("out_proj", "out", (width, width)),
+        for theirs, ours, sizes, parts in (
+            ("in_proj", "project", (sum(projected), width), projected),
+            ("conv", "conv", (channels, 1, taps), ()),
+            ("out_proj", "out", (width, channels), ()),
         ):
-            for part in ("weight", "bias") if config.conv_bias else ("weight",):
-                place = Place(parameter=f"{block}.mixer.{ours}.{part}", shape=sizes if part == "weight" else sizes[:1])
-                table[f"model.layers.{block}.conv.{theirs}.{part}"] = place
+            name, parameter = f"model.layers.{block}.conv.{theirs}", f"{block}.mixer.{ours}"
+            table[f"{name}.weight"] = Place(parameter=f"{parameter}.weight", shape=sizes, parts=parts)
+            if config.conv_bias:
+                bias = Place(parameter=f"{parameter}.bias", shape=sizes[:1], parts=parts, is_sum=ours == "out")
+                table[f"{name}.bias"] = bias
     return table
 
 

@@ -24,8 +24,8 @@ from quire.contracts.block_calls import LayerKernels
 from quire.contracts.layers import LayerSpec
 from quire.contracts.linear import BlockKernel
 from quire.contracts.ranks import Grid, Group, Share, Stages
-from quire.models.decoder import Decoder, Trunk
-from quire.models.division import divide_head, divided_config, join_ranks
+from quire.models.decoder import Trunk
+from quire.models.division import divide_head, join_ranks
 from quire.models.families import Family, LoadedModel, family_of, is_foreign
 from quire.models.processor import Processor
 from quire.models.quantized import Quantized, read_quantized, without_section
@@ -127,7 +127,7 @@ def load_model(
         ranges = None if grid.stages == 1 else ranges_of(whole, grid.stages, places)
         if share is not None:
             tables = (expand(table, num_layers) for table in family.name_tables(config))
-            places = divided(places, next(one for one in tables if one.keys() == places.keys()), share)
+            every, places = places, divided(places, next(one for one in tables if one.keys() <= places.keys()), share)
         resolved = resolve_dtype(dtype, checkpoint.dtype(places), device)
         own, stages = None, None
         if ranges is not None:
@@ -164,17 +164,17 @@ def load_model(
             weights.release()
             if share is not None:
                 model.canonical_config = whole.canonical()
-                model.whole_specs = whole.layers
-                model.num_parameters = sum(math.prod((one.whole or one).shape) for one in places.values())
+                model.whole_specs = family.build(whole, _Placeholders(every, resolved), values).layer_specs
+                model.num_parameters = sum(math.prod(one.shape) for one in every.values())
                 if stages is None or stages.is_last:
-                    divide_head(cast(Decoder[Any], model), share)
+                    divide_head(cast(Trunk, model), share)
             if model.pack(replace(kernels, read=weights.read, stored=weights.stored)):
                 logger.info("%s: weights are laid out for this machine's products", path)
             place_late(model, weights.place)
             weights.materialize()
             model.expanded = weights.expanded()
     if group is not None:
-        join_ranks(cast(Decoder[Any], model), group)
+        join_ranks(cast(Trunk, model), whole, group)
     return model
 
 
@@ -205,7 +205,7 @@ def _read_configs(
         whole = family.read_config(without_section(values), max_model_len)
         if grid.stages > 1:
             check_stages(stage_config(whole), grid.stages)
-        return family, quantized, whole, whole if share is None else divided_config(whole, share)
+        return family, quantized, whole, whole if share is None else whole.divided(share)
     except QuireError as error:
         error.about(f"{path}, whose metadata make the config.json" if is_gguf(path) else str(path))
         raise

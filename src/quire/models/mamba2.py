@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from quire.contracts.model import Pass
+from quire.contracts.ranks import Share
 from quire.contracts.rows import ActivationName
 from quire.models.blocks import Mixer, Norm
 from quire.models.config_fields import ConfigFields, config_reader
@@ -50,6 +51,11 @@ class MambaConfig(HybridConfig):
     """Whether the gate comes before that norm."""
     norm_groups: int = 1
     """Groups of channels, each normed by itself."""
+
+    def divided(self, share: Share) -> Self:
+        """See ``DecoderConfig``."""
+        own = HybridConfig.divided(self, share)
+        return replace(own, norm_groups=share.part_or_one(self.norm_groups, "groups of the mixers' norms"))
 
     OWN: ClassVar[tuple[str, ...]] = (
         "activation",
@@ -186,20 +192,22 @@ def mamba_names(config: MambaConfig, prefix: str, block: str) -> dict[str, Place
     shape, width = config.mixer, config.trunk.hidden_size
     table: dict[str, Place] = {}
 
-    def add(theirs: str, ours: str, *sizes: int) -> None:
-        table[f"{prefix}.{theirs}"] = Place(parameter=f"{block}.mixer.{ours}", shape=sizes)
+    def add(theirs: str, ours: str, *sizes: int, parts: tuple[int, ...] = (), is_sum: bool = False) -> None:
+        place = Place(parameter=f"{block}.mixer.{ours}", shape=sizes, parts=parts, is_sum=is_sum)
+        table[f"{prefix}.{theirs}"] = place
 
-    add("in_proj.weight", "project.weight", shape.projected, width)
-    add("conv1d.weight", "conv.weight", shape.channels, 1, shape.taps)
+    projected = (shape.width, *shape.convolved, shape.num_heads)
+    add("in_proj.weight", "project.weight", shape.projected, width, parts=projected)
+    add("conv1d.weight", "conv.weight", shape.channels, 1, shape.taps, parts=shape.convolved)
     add("out_proj.weight", "out.weight", width, shape.width)
     for theirs, ours in (("dt_bias", "step_bias"), ("A_log", "log_a"), ("D", "skip")):
         add(theirs, ours, shape.num_heads)
     if config.project_bias:
-        add("in_proj.bias", "project.bias", shape.projected)
+        add("in_proj.bias", "project.bias", shape.projected, parts=projected)
     if config.conv_bias:
-        add("conv1d.bias", "conv.bias", shape.channels)
+        add("conv1d.bias", "conv.bias", shape.channels, parts=shape.convolved)
     if config.out_bias:
-        add("out_proj.bias", "out.bias", width)
+        add("out_proj.bias", "out.bias", width, is_sum=True)
     if config.gated_norm:
         add("norm.weight", "norm.weight", shape.width)
     return table

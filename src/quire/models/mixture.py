@@ -11,10 +11,12 @@ Letters: X experts, E model width, F inner width of an expert.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 
+from quire.contracts.ranks import Share
 from quire.models.blocks import FeedForward
 from quire.models.config_fields import ConfigFields
 from quire.models.decoder import DecoderConfig, Parameters, gated_mlp, linear
@@ -44,6 +46,15 @@ class MixtureConfig(DecoderConfig):
     """Whether each token weighs the shared expert by a sigmoid of its own."""
     correction: bool = False
     """Whether the router corrects its scores for the choice (``quire.ops.experts.route``)."""
+
+    def divided(self, share: Share) -> Self:
+        """See ``DecoderConfig``. Without dense layers ``intermediate_size`` is not used."""
+        dense = self.intermediate_size if self.dense_layers else 0
+        return replace(
+            DecoderConfig.divided(replace(self, intermediate_size=dense), share),
+            expert_size=share.part(self.expert_size, "elements of expert_size"),
+            shared_size=share.part(self.shared_size, "elements of shared_size"),
+        )
 
     @property
     def mixed_layers(self) -> tuple[str, ...]:

@@ -12,13 +12,14 @@ Parameters of a block: ``{}.mixer_norm``; those of ``models.mamba2``; ``{}.qkv``
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
 from quire.base.errors import Unsupported
 from quire.contracts.model import Block, Pass
+from quire.contracts.ranks import Share
 from quire.models.blocks import FeedForward, Norm
 from quire.models.config_fields import ConfigFields, refuse_unsupported
 from quire.models.decoder import DecoderConfig, Parameters, linear
@@ -74,6 +75,12 @@ class NemotronConfig(MambaConfig):
     """Width in which experts work; None: the model's."""
 
     OWN: ClassVar[tuple[str, ...]] = (*MambaConfig.OWN, "mixtures", "latent_size")
+
+    def divided(self, share: Share) -> Self:
+        """See ``DecoderConfig``. Blocks without experts have an MLP also in a mixture."""
+        inner = share.part(self.trunk.intermediate_size, "elements of intermediate_size")
+        own = MambaConfig.divided(self, share)
+        return replace(own, trunk=replace(own.trunk, intermediate_size=inner))
 
 
 @dataclass(slots=True, eq=False)
@@ -250,7 +257,8 @@ def _mlp_names(prefix: str, ours: str, width: int, inner: int, bias: bool) -> di
     for name, shape in (("up", (inner, width)), ("down", (width, inner))):
         table[f"{prefix}.{name}_proj.weight"] = Place(parameter=f"{ours}.{name}.weight", shape=shape)
         if bias:
-            table[f"{prefix}.{name}_proj.bias"] = Place(parameter=f"{ours}.{name}.bias", shape=shape[:1])
+            place = Place(parameter=f"{ours}.{name}.bias", shape=shape[:1], is_sum=name == "down")
+            table[f"{prefix}.{name}_proj.bias"] = place
     return table
 
 
@@ -278,7 +286,8 @@ def _mixture_names(config: NemotronConfig, prefix: str, block: int, stacked: boo
             theirs = f"{prefix}.{name}_latent_proj"
             table[f"{theirs}.weight"] = Place(parameter=f"{block}.{ours}.weight", shape=(rows, columns))
             if trunk.mlp_bias:
-                table[f"{theirs}.bias"] = Place(parameter=f"{block}.{ours}.bias", shape=(rows,))
+                bias = Place(parameter=f"{block}.{ours}.bias", shape=(rows,), is_sum=ours == "out_of")
+                table[f"{theirs}.bias"] = bias
     return table
 
 

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
+from quire.contracts.ranks import Share
 from quire.models.config_fields import ConfigFields, refuse_unsupported
 from quire.models.decoder import DecoderConfig, Parameters, linear
 from quire.models.geometry import DecoderGeometry, read_geometry, read_layer_types, rope_of
@@ -54,6 +55,12 @@ class DeltaConfig(HybridConfig):
     for rates."""
     prefix: str = "model."
     """Prefix of the names of all tensors but the head's."""
+
+    def divided(self, share: Share) -> Self:
+        """See ``DecoderConfig``. One projection of all parts is divided by key heads alone."""
+        if self.interleaved:
+            share.part(self.mixer.num_key_heads, "key heads of the mixers")
+        return HybridConfig.divided(self, share)
 
 
 def read_qwen3_next_config(values: Mapping[str, Any], max_model_len: int | None = None) -> DeltaConfig:
@@ -243,7 +250,8 @@ def _attention_names(config: DeltaConfig, block: int) -> dict[str, Place]:
         ours = f"{block}.{parameter}"
         table[f"{prefix}.{name}.weight"] = Place(parameter=f"{ours}.weight", shape=(rows, columns), row=row)
         if bias:
-            table[f"{prefix}.{name}.bias"] = Place(parameter=f"{ours}.bias", shape=(rows,), row=row)
+            place = Place(parameter=f"{ours}.bias", shape=(rows,), row=row, is_sum=name == "o_proj")
+            table[f"{prefix}.{name}.bias"] = place
     for name in ("q_norm", "k_norm"):
         table[f"{prefix}.{name}.weight"] = Place(parameter=f"{block}.{name}.weight", shape=(spec.head_dim,))
     return table
@@ -256,6 +264,7 @@ class _Rows(NamedTuple):
     ours: str
     size: int
     first: int = 0
+    parts: tuple[int, ...] = ()
 
 
 def _delta_names(config: DeltaConfig, block: int) -> dict[str, Place]:
@@ -265,23 +274,24 @@ def _delta_names(config: DeltaConfig, block: int) -> dict[str, Place]:
     if config.interleaved:
         rows = [_Rows("in_proj_qkvz", "project", channels + values), _Rows("in_proj_ba", "rates", 2 * heads)]
     else:
-        rows = [_Rows("in_proj_qkv", "project", channels), _Rows("in_proj_z", "project", values, channels)]
+        rows = [_Rows("in_proj_qkv", "project", channels, parts=shape.convolved)]
+        rows.append(_Rows("in_proj_z", "project", values, channels))
         rows += [_Rows("in_proj_b", "rates", heads), _Rows("in_proj_a", "rates", heads, heads)]
     table = {
         f"{prefix}.{one.theirs}.weight": Place(
-            parameter=f"{mixer}.{one.ours}.weight", shape=(one.size, width), row=one.first
+            parameter=f"{mixer}.{one.ours}.weight", shape=(one.size, width), row=one.first, parts=one.parts
         )
         for one in rows
     }
     for theirs, ours, sizes in (
-        ("conv1d.weight", "conv.weight", (channels, 1, shape.taps)),
         ("out_proj.weight", "out.weight", (width, values)),
         ("norm.weight", "norm.weight", (shape.value_dim,)),
         ("dt_bias", "step_bias", (heads,)),
         ("A_log", "log_a", (heads,)),
     ):
         table[f"{prefix}.{theirs}"] = Place(parameter=f"{mixer}.{ours}", shape=sizes)
-    return table
+    conv = Place(parameter=f"{mixer}.conv.weight", shape=(channels, 1, shape.taps), parts=shape.convolved)
+    return {**table, f"{prefix}.conv1d.weight": conv}
 
 
 def delta_net(config: DeltaConfig, block: int, layer_id: int, parameters: Parameters) -> GatedDeltaNet:

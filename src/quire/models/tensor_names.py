@@ -75,9 +75,9 @@ def trunk_names(config: DecoderConfig, names: Names = LLAMA_NAMES) -> dict[str, 
     table |= _stacked(attention, names.qkv, "{}.qkv", rows, width, config.qkv_bias)
     columns = spec.num_heads * spec.value_dim
     table |= _stacked(attention, (names.out,), "{}.out", (width,), columns, config.out_bias, is_sum=True)
-    for ours, theirs, heads in (
-        ("q_norm", names.head_norms[0], spec.num_heads),
-        ("k_norm", names.head_norms[1], spec.num_kv_heads),
+    for ours, theirs, heads, first in (
+        ("q_norm", names.head_norms[0], spec.num_heads, config.first_heads[0]),
+        ("k_norm", names.head_norms[1], spec.num_kv_heads, config.first_heads[1]),
     ):
         place = Place(parameter=f"{{}}.{ours}.weight", shape=(spec.head_dim,))
         if config.head_norms == "shared":
@@ -86,7 +86,7 @@ def trunk_names(config: DecoderConfig, names: Names = LLAMA_NAMES) -> dict[str, 
             table[f"{attention}{theirs}.weight"] = Place(parameter=place.parameter, shape=(heads * spec.head_dim,))
         elif config.head_norms == "each":
             for head in range(heads):
-                table[f"{attention}{theirs}.norms.{head}.weight"] = Place(
+                table[f"{attention}{theirs}.norms.{first + head}.weight"] = Place(
                     parameter=place.parameter, shape=place.shape, row=head * spec.head_dim
                 )
     return table

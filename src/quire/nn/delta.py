@@ -7,7 +7,8 @@ ones), K, V head sizes, W taps of the convolution, C = 2*J*K + H*V convolved cha
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, dataclass, field, replace
+from typing import Self
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from quire.contracts.layers import Recurrent, StateTensor
 from quire.contracts.model import Pass
+from quire.contracts.ranks import Share
 from quire.contracts.recurrence import MixerCall, MixerKernel, StateSizes, StepRates
 from quire.nn.linear import Linear
 from quire.nn.norm import GatedRMSNorm
@@ -50,16 +52,32 @@ class DeltaShape:
         return self.num_value_heads * self.value_dim
 
     @property
+    def convolved(self) -> tuple[int, int, int]:
+        """The channels of queries, keys and values."""
+        return self.keys, self.keys, self.values
+
+    @property
     def channels(self) -> int:
         """C"""
-        return 2 * self.keys + self.values
+        return sum(self.convolved)
+
+    def divided(self, share: Share) -> Self:
+        """Return the sizes of one rank's mixer: its value heads, and the key heads that serve them.
+        ``Unsupported`` if they do not divide."""
+        heads = share.part(self.num_value_heads, "value heads of the mixers")
+        keys = share.part_or_one(self.num_key_heads, "key heads of the mixers")
+        return replace(self, num_value_heads=heads, num_key_heads=keys)
 
     def spec(self, dtype: torch.dtype) -> Recurrent:
         """Return the state of a layer: state 0 is the last W - 1 inputs of the convolution, oldest
         first, in the model's dtype; state 1 is ``[H, K, V]`` in float32."""
         return Recurrent(
             states=(
-                StateTensor(shape=(self.taps - 1, self.channels), dtype=str(dtype).removeprefix("torch.")),
+                StateTensor(
+                    shape=(self.taps - 1, self.channels),
+                    dtype=str(dtype).removeprefix("torch."),
+                    parts=self.convolved,
+                ),
                 StateTensor(shape=(self.num_value_heads, self.key_dim, self.value_dim), dtype="float32"),
             )
         )

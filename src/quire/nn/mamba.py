@@ -8,7 +8,8 @@ heads), N size of the state, W taps of the convolution, C = H*P + 2*G*N convolve
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, dataclass, field, replace
+from typing import Self
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from quire.contracts.layers import Recurrent, StateTensor
 from quire.contracts.model import Pass
+from quire.contracts.ranks import Share
 from quire.contracts.recurrence import MixerCall, MixerKernel, StateSizes, StepRates
 from quire.nn.linear import Linear
 from quire.nn.norm import GatedRMSNorm
@@ -45,21 +47,36 @@ class Mamba2Shape:
         return self.num_heads * self.head_dim
 
     @property
+    def convolved(self) -> tuple[int, int, int]:
+        """The channels of x, B and C."""
+        return self.width, self.num_groups * self.state_size, self.num_groups * self.state_size
+
+    @property
     def channels(self) -> int:
         """C"""
-        return self.width + 2 * self.num_groups * self.state_size
+        return sum(self.convolved)
 
     @property
     def projected(self) -> int:
         """Z"""
         return self.width + self.channels + self.num_heads
 
+    def divided(self, share: Share) -> Self:
+        """Return the sizes of one rank's mixer: its heads, and the groups that serve them.
+        ``Unsupported`` if they do not divide."""
+        heads = share.part(self.num_heads, "heads of the mixers")
+        return replace(self, num_heads=heads, num_groups=share.part_or_one(self.num_groups, "groups of the mixers"))
+
     def spec(self, dtype: torch.dtype) -> Recurrent:
         """Return the state of a layer: state 0 is the last W - 1 inputs of the convolution, oldest
         first, in the model's dtype; state 1 is ``[H, N, P]`` in float32."""
         return Recurrent(
             states=(
-                StateTensor(shape=(self.taps - 1, self.channels), dtype=str(dtype).removeprefix("torch.")),
+                StateTensor(
+                    shape=(self.taps - 1, self.channels),
+                    dtype=str(dtype).removeprefix("torch."),
+                    parts=self.convolved,
+                ),
                 StateTensor(shape=(self.num_heads, self.state_size, self.head_dim), dtype="float32"),
             )
         )

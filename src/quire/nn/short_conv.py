@@ -5,13 +5,15 @@ Letters: T tokens, E model width, W taps.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from quire.contracts.layers import Recurrent, StateTensor
 from quire.contracts.model import Pass
+from quire.contracts.ranks import Share
 from quire.contracts.recurrence import MixerCall, MixerKernel
 from quire.nn.linear import Linear
 
@@ -21,9 +23,13 @@ class ShortConvShape:
     """Sizes of a mixer. Counts of elements."""
 
     channels: int
-    """The model's width."""
+    """E: the model's width, or of a rank its part."""
     taps: int
     """W, 2 or more"""
+
+    def divided(self, share: Share) -> Self:
+        """Return the sizes of one rank's mixer. ``Unsupported`` if the channels do not divide."""
+        return replace(self, channels=share.part(self.channels, "channels of the convolutions"))
 
     def spec(self, dtype: torch.dtype) -> Recurrent:
         """Return a layer's state: the last W - 1 convolution inputs, oldest first, in the model's

@@ -28,7 +28,8 @@ class Place:
     """Element type of a parameter that must not be rounded to the model's; None: the model's."""
     parts: tuple[int, ...] = ()
     """Numbers of rows of the parts, as query, key and value heads, that ranks divide each on its
-    own; empty: all rows are one part. The rows of stacked matrices ``[X, O, I]`` are O."""
+    own; empty: all rows are one part. The rows of stacked matrices ``[X, O, I]`` are O, those of a
+    convolution ``[C, 1, W]`` are its channels."""
     is_sum: bool = False
     """Whether all ranks add this to one sum, so that only rank 0 may hold its values: the bias of a
     map whose columns are divided."""
@@ -51,10 +52,9 @@ class Place:
             return weights
         if self.is_sum:
             return weights if self.share.rank == 0 else torch.zeros_like(weights)
-        rows = max(0, len(self.shape) - 2)
         for axis, (wide, own) in enumerate(zip(self.whole.shape, self.shape, strict=True)):
             if wide != own:
-                several = axis == rows and self.parts
+                several = sum(self.parts) == own
                 sizes = zip(self.whole.parts, self.parts, strict=True) if several else [(wide, own)]
                 weights, start, found = weights, 0, []
                 for part, kept in sizes:
@@ -99,10 +99,10 @@ def expand(table: NameTable, num_layers: int) -> dict[str, Place]:
 
 def divided(whole: Mapping[str, Place], own: NameTable, share: Share) -> dict[str, Place]:
     """Return the places of a rank's model, which know what the files hold. ``own``: the name table
-    of its sizes, expanded."""
+    of its sizes, expanded, without the tensors that other ranks alone have."""
     return {
-        name: replace(own[name], format=place.format, dtype=place.dtype, whole=place, share=share)
-        for name, place in whole.items()
+        name: replace(place, format=whole[name].format, dtype=whole[name].dtype, whole=whole[name], share=share)
+        for name, place in own.items()
     }
 
 
