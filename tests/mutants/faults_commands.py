@@ -15,7 +15,7 @@ LIMITS = (
     Mutant(
         name="packed-weights-not-tried",
         file="../../bench/quire_bench/hardware.py",
-        old='return device.type == "cpu" and bool(torch._C._has_mkldnn)',
+        old="return dtype not in supports or bool(getattr(torch.ops.mkldnn, supports[dtype])())",
         new="return False",
         tests=("benchmarks/test_bench_groundwork.py::TestHardware::test_measure_reports_every_limit",),
     ),
