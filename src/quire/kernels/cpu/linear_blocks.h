@@ -90,13 +90,8 @@ alignas(64) constexpr NumberTable<KIND> number_table;
 
 // Where a number is the code itself, the offset of codes times the scale is subtracted behind the product, as minima are. All of these
 // products are exact.
-#ifdef WIDE
 template <int KIND>
-constexpr bool PLAIN_CODES = false;
-#else
-template <int KIND>
-constexpr bool PLAIN_CODES = KIND < IQ4_NL && BLOCK_SHAPES[KIND].offset != 0;
-#endif
+constexpr bool PLAIN_CODES = REGISTER < 64 && KIND < IQ4_NL && BLOCK_SHAPES[KIND].offset != 0;
 
 // Numbers of codes.
 template <int KIND>
@@ -132,7 +127,7 @@ struct Numbers {
             else
                 code |= above >> -UP & MASK;
         }
-        if constexpr (KIND < IQ4_NL) return from_counts(code);
+        if constexpr (KIND < IQ4_NL) return from_counts(PLAIN_CODES<KIND> ? code : code - (uint32_t)SHAPE.offset);
         return looked_up(number_table<KIND>.of, code);
     }
 #endif
