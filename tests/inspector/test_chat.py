@@ -952,6 +952,9 @@ def test_what_an_answer_and_a_key_draw_is_counted(visit: Visit, inspected: Serve
     watching = """() => { window.drawn = []; new MutationObserver((all) => { for (const one of all)
         if (!one.target.parentElement?.closest(".ask-form, .statusbar, .sr-only")) drawn.push(one.target.className ?? one.target.nodeName); })
         .observe(document.body, { subtree: true, childList: true, characterData: true, attributes: true }); }"""
+    quiet = """() => new Promise((done) => { let last = setTimeout(done, 700);
+        new MutationObserver(() => { clearTimeout(last); last = setTimeout(done, 700); })
+            .observe(document.body, { subtree: true, childList: true, characterData: true, attributes: true }); })"""
     with talking(visit, inspected.url) as (page, _):
         first, second, third = page.evaluate(grows)
         assert first > 100
@@ -959,7 +962,7 @@ def test_what_an_answer_and_a_key_draw_is_counted(visit: Visit, inspected: Serve
         said = [{"role": ("user", "assistant")[at % 2], "content": TEXT} for at in range(60)]
         bring(page, tmp_path, said)
         expect(page.locator("article")).to_have_count(60)
-        page.wait_for_timeout(700)
+        page.evaluate(quiet)  # the list of chats has been drawn, too
         field(page).focus()
         page.evaluate(watching)
         page.keyboard.type("typed behind sixty messages")

@@ -50,7 +50,6 @@ export class ChatList {
 
   draw() {
     const { el, fill } = this.app;
-    const focused = this.list.contains(document.activeElement) ? document.activeElement.dataset.id : null;
     const listed = this.chat.library.list;
     const all = (this.found ?? [...listed.filter((one) => one.pinned), ...listed.filter((one) => !one.pinned)]).slice(0, MOST);
     const groups = new Map();
@@ -59,6 +58,10 @@ export class ChatList {
       if (!groups.has(name)) groups.set(name, []);
       groups.get(name).push(one);
     }
+    const content = JSON.stringify([[...groups], this.chat.library.id, Boolean(this.found)]);
+    if (content === this.drawn) return; // the list is read again and again
+    this.drawn = content;
+    const focused = this.list.contains(document.activeElement) ? document.activeElement.dataset.id : null;
     const none = el("p.hint.nothing", {}, this.found ? "Nothing matches. Titles and messages are searched for all words." : "Your conversations will be listed here.");
     fill(this.list, groups.size ? [...groups].map(([name, rows]) => [el("h3", {}, name), el("ul", {}, rows.map((one) => this.row(one)))]) : none);
     if (focused) this.list.querySelector(`[data-id="${focused}"]`)?.focus();
