@@ -573,8 +573,8 @@ def expanded_weights(model: LoadedModel) -> Iterator[str]:
 
 
 def weights_note(formats: Mapping[str, int], expanded: Mapping[str, int], form: str, taken: float) -> str:
-    """Tell which formats are expanded to ``form``, and the bytes of all weights in the files and,
-    ``taken``, in memory."""
+    """Return a sentence on the formats of weights and their sizes in the files, in bytes.
+    ``expanded``: those that become ``form``; ``taken``: bytes of all weights in memory."""
 
     def listed(found: Mapping[str, int]) -> str:
         return ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in found.items())
