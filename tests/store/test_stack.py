@@ -14,7 +14,7 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import given
@@ -319,6 +319,24 @@ def test_the_queue_is_bounded() -> None:
         assert store.flush(10)
         assert shelf.held.keys() == {A, B}
         assert store.snapshot()["quire:store_queued_bytes"] == 0
+
+
+def test_flushed_objects_are_read_from_their_tier() -> None:
+    """Also where the thread that wrote them is late to say so."""
+    shelf = Shelf()
+    with opened(shelf) as store:
+        changed = store._changed
+
+        def late(*change: Any) -> None:
+            time.sleep(0.05)
+            changed(*change)
+
+        store._changed = late  # type: ignore[method-assign]
+        assert store.put(A, b"1", durable=True)
+        assert store.flush(10)
+        assert store.snapshot()["quire:store_queued_bytes"] == 0
+        shelf.held.clear()
+        assert store.get([A])[0].result(10) is None
 
 
 def test_what_a_tier_has_no_room_for() -> None:

@@ -235,10 +235,15 @@ class Store:
             return asyncio.run_coroutine_threadsafe(run(), self._started())
 
     def flush(self, timeout: float) -> bool:
-        """Wait until all changes so far are made, or have failed; return False on a timeout."""
+        """Wait until all changes so far are made, or have failed, and the queue is free of them;
+        return False on a timeout."""
         with self._room:
             changes = set(self._changes.values())
-        return not wait(changes, timeout).not_done
+
+            def are_over() -> bool:
+                return all(one.done() for one in changes) and changes.isdisjoint(self._changes.values())
+
+            return bool(self._room.wait_for(are_over, timeout))
 
     def stat(self, timeout: float = 2.0) -> list[TierReport]:
         """Return a report about each tier."""
