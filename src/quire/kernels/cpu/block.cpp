@@ -3,63 +3,12 @@
 // makes a model of them: rows of tokens, the last norm, the map to logits. Every number is that of the calls one by one;
 // quire/kernels/block.py calls this through ctypes.
 //
-// Threads do one thing after the other together. Each takes items until there are none, and goes on when all are done. So it is
-// right for any number of threads, also for those that come late. Who waits fetches the weights that come next.
-//
-// Letters: M rows; E model width; F inner width of the MLP; C columns of all heads; V vocabulary.
-#include <sched.h>
-
-#include <cmath>
-#include <limits>
-#include <new>
-
-#include "linear.h"
-#include "paged_attention.h"
-#include "rows.h"
+// Letters: as in block.h.
+#include "block_heads.h"
+#include "block_tail.h"
+#include "model_ends.h"
 
 extern "C" {
-
-// Weights of a block. ``types`` and ``activation`` are those of rows.cpp.
-struct Block {
-    const Linear *qkv, *out, *gate_up, *down;  // E to all heads of q, k, v; C to E; E to 2F; F to E. Of a tail qkv is null
-    const void *attention_norm, *mlp_norm;     // [E]
-    Parallel parallel;
-    int64_t types, activation;
-    double attention_eps, mlp_eps;
-};
-
-// What a layer of a KV state is made of.
-struct LayerAttention {
-    void *k, *v;                  // pools
-    const float* sinks;           // as in paged_attention.h
-    const void *q_norm, *k_norm;  // [Dk], or null
-    int64_t heads, kv_heads, key_width, value_width;
-    double head_eps, scale, softcap;
-};
-
-// What the layers of one class have in common in a forward.
-struct ForwardAttention {
-    const void* call;         // a planned Call of paged_attention.h
-    const float *cos, *sin;   // of rows.cpp, or null
-    int64_t turn_stride, rotary, interleaved;
-    const int64_t* slots;
-};
-
-// A block of several that run one after the other.
-struct Step {
-    const Block* block;
-    const LayerAttention* layer;
-    const ForwardAttention* forward;
-};
-
-// What makes a model of blocks.
-struct Ends {
-    const Linear* head;
-    const void *norm, *table;  // [E]; [V, E], or null: a token's row is one of ``rows``, of FLOAT32, BFLOAT16 or BLOCKS
-    const Linear* rows;
-    int64_t vocabulary;
-    double eps;
-};
 
 // Decodes of layers of one class: one new token of each sequence, at its length. Planned anew in the same place for each forward.
 struct Decodes {
@@ -74,113 +23,6 @@ struct Decodes {
 }
 
 namespace {
-
-// Turns of a loop that waits, before it lets another thread have the core: some tens of microseconds.
-constexpr int TURNS = 4000;
-// Bytes of the next weights that a thread fetches while it waits: a part of its own cache.
-constexpr int64_t FETCHED = 256 << 10;
-
-// Who runs a region, and the weights that it multiplies next.
-struct Worker {
-    int64_t number;
-    const char *next = nullptr, *end = nullptr;
-    const LinearCall* then = nullptr;  // whose weights come behind those
-    int64_t left = 0;                  // bytes to fetch
-
-    explicit Worker(std::atomic<int64_t>& workers) : number(workers.fetch_add(1)) {}
-
-    // Two products, or one; null: none.
-    void expect(const LinearCall* call, const LinearCall* second = nullptr) {
-        next = end = nullptr, left = FETCHED;
-        if (call) begin(*call);
-        then = second;
-    }
-
-    // This thread's range of items, each of which is some panels.
-    void begin(const LinearCall& call) {
-        const Linear& map = *call.map;
-        const int64_t panels = (map.outputs + PANEL - 1) / PANEL, range = number % call.ranges;
-        const auto place = [&](int64_t of) {
-            const int64_t item = call.items * of / call.ranges;
-            return (const char*)panel_place(map, panels * item / call.parts);
-        };
-        next = place(range), end = place(range + 1);
-    }
-
-    void wait(const int64_t& done, int64_t count) {
-        for (int turn = 0; __atomic_load_n(&done, __ATOMIC_ACQUIRE) < count; turn++) {
-            if (next < end && left > 0) {
-                __builtin_prefetch(next, 0, 2);
-                next += 64, left -= 64;
-            } else if (then && left > 0) {
-                begin(*then);
-                then = nullptr;
-            } else if (turn > TURNS)
-                sched_yield();
-#if defined(__x86_64__)
-            else
-                __builtin_ia32_pause();
-#endif
-        }
-    }
-};
-
-// Return false without memory. Who has none takes no item, so that nobody waits for it.
-INLINE bool multiply(LinearCall& call, Multiply run, Worker& worker) {
-    run(&call, worker.number);
-    if (call.failed) return false;
-    worker.wait(call.done, call.items);
-    return true;
-}
-
-template <typename Work>
-INLINE void do_rows(Work& work, Worker& worker) {
-    runner<Work>()(&work);
-    worker.wait(work.rows.done, work.rows.count);
-}
-
-template <typename T, typename W, typename A>
-struct Tail {
-    LinearCall out, gate_up, down;
-    Multiply run;
-    AddNorm<T, W> norm;
-    Gated<T, A> gated;
-    Sum<T> sum;
-
-    // ``room``: rows * (2 E + 3 F) numbers.
-    Tail(const Block& block, T* room, T* y, const T* heads, int64_t heads_stride, const T* x, int64_t rows, int64_t threads)
-        : Tail(block, room, room + rows * block.out->outputs, room + 2 * rows * block.out->outputs,
-               room + 2 * rows * (block.out->outputs + block.down->inputs), y, heads, heads_stride, x, rows, threads) {}
-
-    Tail(const Block& block, T* h, T* normed, T* both, T* inside, T* y, const T* heads, int64_t heads_stride, const T* x, int64_t rows,
-         int64_t threads)
-        : norm{{rows, piece_of(block.out->outputs)}, normed, h, block.out->outputs, x, block.out->outputs, (const W*)block.mlp_norm,
-               block.out->outputs, (float)block.mlp_eps},
-          gated{{rows, piece_of(block.down->inputs)}, inside, both, 2 * block.down->inputs, block.down->inputs},
-          sum{{rows, piece_of(block.out->outputs)}, y, h, block.out->outputs} {
-        run = quire_begin_linear(&out, block.out, h, heads, heads_stride, rows, threads);
-        quire_begin_linear(&gate_up, block.gate_up, both, normed, block.out->outputs, rows, threads);
-        quire_begin_linear(&down, block.down, y, inside, block.down->inputs, rows, threads);
-    }
-
-    // ``next``: the product behind this block, or null.
-    bool go(Worker& worker, const LinearCall* next) {
-        worker.expect(&gate_up, &down);
-        if (!multiply(out, run, worker)) return false;
-        do_rows(norm, worker);
-        worker.expect(&down, next);
-        if (!multiply(gate_up, run, worker)) return false;
-        do_rows(gated, worker);
-        worker.expect(next);
-        if (!multiply(down, run, worker)) return false;
-        do_rows(sum, worker);
-        return true;
-    }
-
-    bool failed() const { return out.failed || gate_up.failed || down.failed; }
-};
-
-int64_t tail_room(const Block& block) { return 2 * block.out->outputs + 3 * block.down->inputs; }
 
 template <typename T, typename W, typename A>
 struct Alone {
@@ -215,177 +57,22 @@ int tail_with(const Block& block, void* y, const void* heads, int64_t heads_stri
 // A block of a stack.
 template <typename T, typename W, typename A>
 struct Whole {
-    Norm<T, W> norm;
-    LinearCall qkv;
-    Multiply run;
-    Place<T, W> place;
-    Call attention;
-    Attend attend;
+    Heads<T, W> heads;
     Tail<T, W, A> tail;
 
     // ``room``: as ``whole_room`` says.
     Whole(const Step& step, T* room, T* y, const T* x, int64_t rows, int64_t threads)
-        : Whole(*step.block, *step.layer, *step.forward, room, room + rows * step.block->qkv->inputs,
-                room + rows * (step.block->qkv->inputs + step.block->qkv->outputs), y, x, rows, threads) {}
-
-    Whole(const Block& block, const LayerAttention& layer, const ForwardAttention& forward, T* normed, T* all, T* turned, T* y, const T* x,
-          int64_t rows, int64_t threads)
-        : Whole(block, layer, forward, normed, all, turned, turned + rows * (layer.heads + layer.kv_heads) * layer.key_width,
-                block.qkv->inputs, layer.heads * layer.value_width, y, x, rows, threads) {}
-
-    Whole(const Block& block, const LayerAttention& layer, const ForwardAttention& forward, T* normed, T* all, T* turned, T* heads,
-          int64_t width, int64_t columns, T* y, const T* x, int64_t rows, int64_t threads)
-        : norm{{rows, piece_of(width)}, normed, x, width, (const W*)block.attention_norm, width, (float)block.attention_eps},
-          place{{rows, piece_of((layer.heads + layer.kv_heads) * layer.key_width)}, turned, all, block.qkv->outputs, layer.heads,
-                layer.kv_heads, layer.key_width, layer.value_width, forward.cos, forward.sin, forward.turn_stride, forward.rotary,
-                forward.interleaved, (const W*)layer.q_norm, (const W*)layer.k_norm, (float)layer.head_eps, (T*)layer.k, (T*)layer.v,
-                forward.slots},
-          tail(block, heads + rows * columns, y, heads, columns, x, rows, threads) {
-        run = quire_begin_linear(&qkv, block.qkv, all, normed, width, rows, threads);
-        attend = quire_begin_attention(&attention, (const Call*)forward.call, turned, nullptr, layer.k, layer.v, heads, nullptr,
-                                       layer.sinks, layer.scale, layer.softcap);
-    }
+        : heads(step, room, x, rows, threads),
+          tail(*step.block, room + rows * heads_room(step), y, heads.out, step.block->out->inputs, x, rows, threads) {}
 
     bool go(Worker& worker, const LinearCall* next) {
-        do_rows(norm, worker);
-        worker.expect(&tail.out, &tail.gate_up);
-        if (!multiply(qkv, run, worker)) return false;
-        do_rows(place, worker);
-        attend(&attention);
-        worker.wait(attention.done, attention.batch->num_items);
-        return tail.go(worker, next);
+        return heads.go(worker, &tail.out, &tail.gate_up) && tail.go(worker, next);
     }
 
-    bool failed() const { return qkv.failed || tail.failed(); }
+    bool failed() const { return heads.failed() || tail.failed(); }
 };
 
-int64_t whole_room(const Step& step) {
-    const LayerAttention& layer = *step.layer;
-    return step.block->qkv->inputs + step.block->qkv->outputs + (layer.heads + layer.kv_heads) * layer.key_width +
-           layer.heads * layer.value_width + tail_room(*step.block);
-}
-
-template <typename T>
-struct Embed {
-    Rows rows;
-    T* out;
-    const int64_t* tokens;
-    const T* table;
-    const Linear* map;  // without a table
-};
-
-template <typename T>
-INLINE void run_row(const Embed<T>& work, int64_t row) {
-    const int64_t width = work.map->inputs, token = work.tokens[row], start = token / PANEL * PANEL * width, column = token % PANEL;
-    T* to = work.out + row * width;
-    if (work.table)
-        copy(to, work.table + token * width, width);
-    else if (work.map->form == BLOCKS) {
-        const uint8_t* panel = panel_place(*work.map, token / PANEL);
-        const int64_t kind = block_part(*work.map, token / PANEL).kind;
-        for (int64_t i = 0; i < width; i++) put_one(to + i, block_value(kind, panel, i, column));
-    } else if (work.map->form == FLOAT32)
-        for (int64_t i = 0; i < width; i++) put_one(to + i, ((const float*)work.map->weights)[start + i * PANEL + column]);
-    else
-        for (int64_t i = 0; i < width; i++)
-            put_one(to + i, wide_one((const bfloat16*)work.map->weights + start + i / 2 * 2 * PANEL + 2 * column + i % 2));
-}
-
-// Logits of a piece of a row that are looked at together.
-constexpr int64_t LOOKED_AT = 4096;
-
-// Logits in float32, and the first maximum of each piece: NaN if one of them is no number.
-template <typename T>
-struct Logits {
-    Rows rows;  // pieces
-    float* out;
-    const T* x;  // may be ``out``
-    int64_t width, pieces;
-    float* most;
-    int32_t* place;
-};
-
-template <typename T>
-INLINE void run_row(const Logits<T>& work, int64_t item) {
-    const int64_t first = item % work.pieces * LOOKED_AT, count = work.width - first < LOOKED_AT ? work.width - first : LOOKED_AT;
-    const T* x = work.x + item / work.pieces * work.width + first;
-    float* out = work.out + item / work.pieces * work.width + first;
-    Lanes most = Lanes{} - std::numeric_limits<float>::infinity();
-    Ints at = {}, here = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    Bits none = {};
-    int64_t i = 0;
-    for (; i + LANES <= count; i += LANES, here += LANES) {
-        const Lanes value = wide(x + i);
-        put(out + i, value);
-        none |= no_number(value);
-        const Bits more = negative(most - value + 0.f);  // + 0: the zeros are equal
-        most = chosen(more, value, most), at = chosen(more, here, at);
-    }
-    float best = -std::numeric_limits<float>::infinity();
-    int32_t place = 0;
-    uint32_t bad = 0;
-    for (int j = 0; j < LANES; j++) {
-        bad |= none[j];
-        if (most[j] > best || (most[j] == best && at[j] < place)) best = most[j], place = at[j];
-    }
-    for (; i < count; i++) {
-        out[i] = wide_one(x + i);
-        bad |= out[i] != out[i];
-        if (out[i] > best) best = out[i], place = (int32_t)i;
-    }
-    work.most[item] = bad ? std::numeric_limits<float>::quiet_NaN() : best;
-    work.place[item] = (int32_t)first + place;
-}
-
-// What stands before and behind the blocks.
-template <typename T, typename W>
-struct Edges {
-    Embed<T> embed;
-    Norm<T, W> norm;
-    LinearCall head;
-    Multiply run;
-    Logits<T> logits;
-
-    static int64_t pieces(const Ends& ends) { return (ends.head->outputs + LOOKED_AT - 1) / LOOKED_AT; }
-
-    static int64_t floats(const Ends& ends, int64_t rows) {
-        const int64_t numbers = 2 * ends.head->inputs + (sizeof(T) < sizeof(float) ? ends.head->outputs : 0);
-        return rows * (2 * pieces(ends)) + rows * numbers * sizeof(T) / sizeof(float) + 1;
-    }
-
-    Edges(const Ends& ends, float* room, float* out, const int64_t* tokens, int64_t rows, int64_t threads)
-        : Edges(ends, room, (T*)(room + 2 * rows * pieces(ends)), ends.head->inputs, out, tokens, rows, threads) {}
-
-    Edges(const Ends& ends, float* most, T* x, int64_t width, float* out, const int64_t* tokens, int64_t rows, int64_t threads)
-        : embed{{rows, piece_of(width)}, x, tokens, (const T*)ends.table, ends.rows},
-          norm{{rows, piece_of(width)}, x + rows * width, x, width, (const W*)ends.norm, width, (float)ends.eps},
-          logits{{rows * pieces(ends), 1}, out, sizeof(T) < sizeof(float) ? x + 2 * rows * width : (const T*)out, ends.head->outputs,
-                 pieces(ends), most, (int32_t*)(most + rows * pieces(ends))} {
-        run = quire_begin_linear(&head, ends.head, (void*)logits.x, norm.out, width, rows, threads);
-    }
-
-    void end(Worker& worker) {
-        do_rows(norm, worker);
-        worker.expect(nullptr);
-        if (multiply(head, run, worker)) do_rows(logits, worker);
-    }
-
-    // Where the first maximum of each row is; -1 if it is not finite.
-    void find(int64_t* first, int64_t rows) const {
-        for (int64_t row = 0; row < rows; row++) {
-            float best = -std::numeric_limits<float>::infinity();
-            first[row] = -1;
-            for (int64_t item = row * logits.pieces; item < (row + 1) * logits.pieces; item++)
-                if (!(logits.most[item] <= best)) {
-                    best = logits.most[item], first[row] = logits.place[item];
-                    if (!std::isfinite(best)) {
-                        first[row] = -1;
-                        break;
-                    }
-                }
-        }
-    }
-};
+int64_t whole_room(const Step& step) { return heads_room(step) + tail_room(*step.block); }
 
 template <typename T, typename W, typename A>
 struct Stack {
@@ -401,11 +88,11 @@ void run_stack(void* data) {
     Worker worker(stack.workers);
     LinearCall* behind = stack.edges ? &stack.edges->head : nullptr;
     if (stack.edges) {
-        worker.expect(&stack.blocks[0].qkv, &stack.blocks[0].tail.out);
+        worker.expect(&stack.blocks[0].heads.qkv, &stack.blocks[0].tail.out);
         do_rows(stack.edges->embed, worker);
     }
     for (int64_t i = 0; i < stack.count; i++)
-        if (!stack.blocks[i].go(worker, i + 1 < stack.count ? &stack.blocks[i + 1].qkv : behind)) return;
+        if (!stack.blocks[i].go(worker, i + 1 < stack.count ? &stack.blocks[i + 1].heads.qkv : behind)) return;
     if (stack.edges) stack.edges->end(worker);
 }
 

@@ -1,0 +1,131 @@
+// Structures of a call over blocks, and how the threads of its region go on together.
+//
+// Threads do one thing after the other together. Each takes items until there are none, and goes on when all are done. So it is
+// right for any number of threads, also for those that come late. Who waits fetches the weights that come next.
+//
+// Letters: M rows; E model width; F inner width of the MLP; C columns of all heads; V vocabulary.
+
+#pragma once
+
+#include <sched.h>
+
+#include <cmath>
+#include <limits>
+#include <new>
+
+#include "linear.h"
+#include "paged_attention.h"
+#include "rows.h"
+
+extern "C" {
+
+// Weights of a block. ``types`` and ``activation`` are those of rows.cpp.
+struct Block {
+    const Linear *qkv, *out, *gate_up, *down;  // E to all heads of q, k, v; C to E; E to 2F; F to E. Of a tail qkv is null
+    const void *attention_norm, *mlp_norm;     // [E]
+    Parallel parallel;
+    int64_t types, activation;
+    double attention_eps, mlp_eps;
+};
+
+// What a layer of a KV state is made of.
+struct LayerAttention {
+    void *k, *v;                  // pools
+    const float* sinks;           // as in paged_attention.h
+    const void *q_norm, *k_norm;  // [Dk], or null
+    int64_t heads, kv_heads, key_width, value_width;
+    double head_eps, scale, softcap;
+};
+
+// What the layers of one class have in common in a forward.
+struct ForwardAttention {
+    const void* call;         // a planned Call of paged_attention.h
+    const float *cos, *sin;   // of rows.cpp, or null
+    int64_t turn_stride, rotary, interleaved;
+    const int64_t* slots;
+};
+
+// A block of several that run one after the other.
+struct Step {
+    const Block* block;
+    const LayerAttention* layer;
+    const ForwardAttention* forward;
+};
+
+// What makes a model of blocks.
+struct Ends {
+    const Linear* head;
+    const void *norm, *table;  // [E]; [V, E], or null: a token's row is one of ``rows``, of FLOAT32, BFLOAT16 or BLOCKS
+    const Linear* rows;
+    int64_t vocabulary;
+    double eps;
+};
+}
+
+namespace {
+
+// Turns of a loop that waits, before it lets another thread have the core: some tens of microseconds.
+constexpr int TURNS = 4000;
+// Bytes of the next weights that a thread fetches while it waits: a part of its own cache.
+constexpr int64_t FETCHED = 256 << 10;
+
+// Who runs a region, and the weights that it multiplies next.
+struct Worker {
+    int64_t number;
+    const char *next = nullptr, *end = nullptr;
+    const LinearCall* then = nullptr;  // whose weights come behind those
+    int64_t left = 0;                  // bytes to fetch
+
+    explicit Worker(std::atomic<int64_t>& workers) : number(workers.fetch_add(1)) {}
+
+    // Two products, or one; null: none.
+    void expect(const LinearCall* call, const LinearCall* second = nullptr) {
+        next = end = nullptr, left = FETCHED;
+        if (call) begin(*call);
+        then = second;
+    }
+
+    // This thread's range of items, each of which is some panels.
+    void begin(const LinearCall& call) {
+        const Linear& map = *call.map;
+        const int64_t panels = (map.outputs + PANEL - 1) / PANEL, range = number % call.ranges;
+        const auto place = [&](int64_t of) {
+            const int64_t item = call.items * of / call.ranges;
+            return (const char*)panel_place(map, panels * item / call.parts);
+        };
+        next = place(range), end = place(range + 1);
+    }
+
+    void wait(const int64_t& done, int64_t count) {
+        for (int turn = 0; __atomic_load_n(&done, __ATOMIC_ACQUIRE) < count; turn++) {
+            if (next < end && left > 0) {
+                __builtin_prefetch(next, 0, 2);
+                next += 64, left -= 64;
+            } else if (then && left > 0) {
+                begin(*then);
+                then = nullptr;
+            } else if (turn > TURNS)
+                sched_yield();
+#if defined(__x86_64__)
+            else
+                __builtin_ia32_pause();
+#endif
+        }
+    }
+};
+
+// Return false without memory. Who has none takes no item, so that nobody waits for it.
+INLINE bool multiply(LinearCall& call, Multiply run, Worker& worker) {
+    run(&call, worker.number);
+    if (call.failed) return false;
+    worker.wait(call.done, call.items);
+    return true;
+}
+
+template <typename Work>
+INLINE void do_rows(Work& work, Worker& worker) {
+    runner<Work>()(&work);
+    worker.wait(work.rows.done, work.rows.count);
+}
+
+}  // namespace

@@ -1,0 +1,65 @@
+// The beginning of a block with attention: norm, projection, rotation and the write of K and V, attention.
+//
+// Letters: as in block.h.
+
+#pragma once
+
+#include "block.h"
+
+namespace {
+
+template <typename T, typename W>
+struct Heads {
+    Norm<T, W> norm;
+    LinearCall qkv;
+    Multiply run;
+    Place<T, W> place;
+    Call attention;
+    Attend attend;
+    const T* out;  // [M, C], behind the call
+
+    // ``room``: as ``heads_room`` says.
+    Heads(const Step& step, T* room, const T* x, int64_t rows, int64_t threads)
+        : Heads(*step.block, *step.layer, *step.forward, room, room + rows * step.block->qkv->inputs,
+                room + rows * (step.block->qkv->inputs + step.block->qkv->outputs), x, rows, threads) {}
+
+    Heads(const Block& block, const LayerAttention& layer, const ForwardAttention& forward, T* normed, T* all, T* turned, const T* x,
+          int64_t rows, int64_t threads)
+        : Heads(block, layer, forward, normed, all, turned, turned + rows * (layer.heads + layer.kv_heads) * layer.key_width,
+                block.qkv->inputs, x, rows, threads) {}
+
+    Heads(const Block& block, const LayerAttention& layer, const ForwardAttention& forward, T* normed, T* all, T* turned, T* heads,
+          int64_t width, const T* x, int64_t rows, int64_t threads)
+        : norm{{rows, piece_of(width)}, normed, x, width, (const W*)block.attention_norm, width, (float)block.attention_eps},
+          place{{rows, piece_of((layer.heads + layer.kv_heads) * layer.key_width)}, turned, all, block.qkv->outputs, layer.heads,
+                layer.kv_heads, layer.key_width, layer.value_width, forward.cos, forward.sin, forward.turn_stride, forward.rotary,
+                forward.interleaved, (const W*)layer.q_norm, (const W*)layer.k_norm, (float)layer.head_eps, (T*)layer.k, (T*)layer.v,
+                forward.slots},
+          out(heads) {
+        run = quire_begin_linear(&qkv, block.qkv, all, normed, width, rows, threads);
+        attend = quire_begin_attention(&attention, (const Call*)forward.call, turned, nullptr, layer.k, layer.v, heads, nullptr,
+                                       layer.sinks, layer.scale, layer.softcap);
+    }
+
+    // ``next``, ``second``: the products behind these heads.
+    bool go(Worker& worker, const LinearCall* next, const LinearCall* second) {
+        do_rows(norm, worker);
+        worker.expect(next, second);
+        if (!multiply(qkv, run, worker)) return false;
+        do_rows(place, worker);
+        attend(&attention);
+        worker.wait(attention.done, attention.batch->num_items);
+        return true;
+    }
+
+    bool failed() const { return qkv.failed; }
+};
+
+// Numbers of a row.
+int64_t heads_room(const Step& step) {
+    const LayerAttention& layer = *step.layer;
+    return step.block->qkv->inputs + step.block->qkv->outputs + (layer.heads + layer.kv_heads) * layer.key_width +
+           layer.heads * layer.value_width;
+}
+
+}  // namespace
