@@ -90,7 +90,8 @@ def test_each_has_tests_that_are_there() -> None:
 
 
 @pytest.fixture
-def project(tmp_path: Path) -> Path:
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("tests.mutants.harness.LIBRARIES", ("pytest",))
     (tmp_path / "src/quire").mkdir(parents=True)
     (tmp_path / "src/quire/__init__.py").write_text(CODE)
     (tmp_path / "tests").mkdir()

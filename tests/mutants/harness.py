@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import itertools
+import json
 import os
 import queue
 import shutil
@@ -36,6 +37,12 @@ LIMIT = 120.0
 """Seconds that the tests of one mutant may take; they need a few."""
 BASELINE_LIMIT = 1200.0
 """Seconds that the tests of all mutants may take."""
+LIBRARIES = (
+    *("pytest", "hypothesis.strategies", "xdist", "numpy", "torch", "safetensors.torch", "tokenizers", "msgspec"),
+    *("jinja2", "fastapi.testclient", "uvicorn", "httpx", "prometheus_client", "peft"),
+    *("transformers", "transformers.modeling_utils", "transformers.generation"),
+)
+"""Take long to import; none of them imports Quire."""
 MAX_JOBS = 2
 """Each job is one process with one thread."""
 
@@ -92,60 +99,85 @@ class Report:
         return "\n".join(self.output.splitlines()[-12:])
 
 
-class Processes:
-    """What is running, so that it ends with whoever started it."""
+class Pytest:
+    """Runs pytest in forks of one process (``tests.mutants.warm``), one at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, project: Path, folder: Path, environment: dict[str, str]) -> None:
+        """``folder``: for the output."""
+        self._output = folder / "output"
         self._lock = threading.Lock()
-        self._running: set[subprocess.Popen[str]] = set()
+        self._fork: int | None = None
         self._over = False
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.mutants.warm", *LIBRARIES],
+            cwd=project,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
 
-    def run(self, command: Sequence[str], folder: Path, environment: dict[str, str], limit: float) -> Report:
+    def run(self, arguments: Sequence[str], limit: float) -> Report:
         """stdout and stderr together; at the limit the whole group of processes is killed."""
         with self._lock:
             if self._over:
                 raise BrokenRun("interrupted")
-            process = subprocess.Popen(
-                command,
-                cwd=folder,
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                start_new_session=True,
-            )
-            self._running.add(process)
+            self._tell(json.dumps([str(self._output), *arguments]))
+            self._fork = pid = self._answer()
+        is_late = threading.Event()
+
+        def late() -> None:
+            is_late.set()
+            _kill(pid)
+
+        timer = threading.Timer(limit, late)
+        timer.start()
         try:
-            output, _ = process.communicate(timeout=limit)
-            return Report(process.returncode, (), output)
-        except subprocess.TimeoutExpired:
-            _kill(process)
-            output, _ = process.communicate()
-            return Report(None, (), output)
+            code = self._answer()
         finally:
+            timer.cancel()
             with self._lock:
-                self._running.discard(process)
+                self._fork = None
+        _kill(pid)  # what it has left behind
+        return Report(None if is_late.is_set() else code, (), self._output.read_text(errors="replace"))
 
     def end(self) -> None:
         """Kill what runs, start nothing more."""
         with self._lock:
             self._over = True
-            for process in self._running:
-                _kill(process)
+            if self._fork is not None:
+                _kill(self._fork)
+            _kill(self._process.pid)
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with suppress(BrokenPipeError):
+                    pipe.close()
+
+    def _tell(self, line: str) -> None:
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # its answer will be missing
+            print(line, file=self._process.stdin, flush=True)
+
+    def _answer(self) -> int:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise BrokenRun("interrupted" if self._over else "the process that runs pytest has died")
+        return int(line)
 
 
-def _kill(process: subprocess.Popen[str]) -> None:
+def _kill(group: int) -> None:
     with suppress(ProcessLookupError):  # it may have ended by itself
-        os.killpg(process.pid, signal.SIGKILL)
+        os.killpg(group, signal.SIGKILL)
 
 
 class Copy:
     """A copy of the sources that one worker may change."""
 
-    def __init__(self, project: Path, folder: Path, processes: Processes) -> None:
-        self._project = project
-        self._folder = folder
-        self._processes = processes
+    def __init__(self, project: Path, folder: Path) -> None:
+        self._failures = folder / "failures"
         self.sources = folder / "src"
         ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
         shutil.copytree(project / "src", self.sources, ignore=ignored)
@@ -153,6 +185,17 @@ class Copy:
             shutil.copytree(
                 project / "bench", folder / "bench", ignore=shutil.ignore_patterns("__pycache__", "node_modules")
             )
+        environment = {
+            **os.environ,
+            "PYTEST_ADDOPTS": "",
+            "PYTHONPATH": os.pathsep.join((str(self.sources), str(folder / "bench"), str(ROOT))),
+            "MUTANT_SOURCES": str(self.sources),
+            "MUTANT_FAILURES": str(self._failures),
+            "OMP_NUM_THREADS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "HYPOTHESIS_STORAGE_DIRECTORY": str(folder / "hypothesis"),
+        }
+        self.pytest = Pytest(project, folder, environment)
 
     @contextmanager
     def with_fault(self, mutant: Mutant) -> Iterator[None]:
@@ -172,35 +215,11 @@ class Copy:
 
     def run_tests(self, tests: Iterable[str], limit: float) -> Report:
         """pytest in one process, up to the first failure, on this copy and no other."""
-        failures = self._folder / "failures"
-        failures.unlink(missing_ok=True)
-        environment = {
-            **os.environ,
-            "PYTEST_ADDOPTS": "",
-            "PYTHONPATH": os.pathsep.join((str(self.sources), str(self._folder / "bench"), str(ROOT))),
-            "MUTANT_SOURCES": str(self.sources),
-            "MUTANT_FAILURES": str(failures),
-            "OMP_NUM_THREADS": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-            "HYPOTHESIS_STORAGE_DIRECTORY": str(self._folder / "hypothesis"),
-        }
+        self._failures.unlink(missing_ok=True)
         options = ["-x", "-q", "-n", "0", "-m", "not slow", "--tb=short", "-p", "no:cacheprovider"]
         options += ["-o", "pythonpath=."]  # without the original quire_bench
-        report = self._processes.run(
-            [
-                sys.executable,
-                "-m",
-                "pytest",
-                "-p",
-                "tests.mutants.inside",
-                *options,
-                *(f"tests/{one}" for one in tests),
-            ],
-            self._project,
-            environment,
-            limit,
-        )
-        lines = failures.read_text().splitlines() if failures.exists() else []
+        report = self.pytest.run(["-p", "tests.mutants.inside", *options, *(f"tests/{one}" for one in tests)], limit)
+        lines = self._failures.read_text().splitlines() if self._failures.exists() else []
         found = tuple((one, why) for one, _, why in (line.partition("\t") for line in lines))
         return Report(report.code, found, report.output)
 
@@ -227,15 +246,14 @@ class Harness:
 
     def __init__(self, project: Path = ROOT, *, jobs: int = 1, limit: float = LIMIT) -> None:
         self._limit = limit
-        self._processes = Processes()
         self.folder = Path(tempfile.mkdtemp(prefix="mutants."))
-        self._copies = [Copy(project, self.folder / str(job), self._processes) for job in range(jobs)]
+        self._copies = [Copy(project, self.folder / str(job)) for job in range(jobs)]
 
     def __enter__(self) -> Harness:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._processes.end()
+        self._end()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def check_without_faults(self, mutants: Sequence[Mutant]) -> None:
@@ -285,8 +303,12 @@ class Harness:
             except BaseException:
                 for future in futures:
                     future.cancel()
-                self._processes.end()
+                self._end()
                 raise
+
+    def _end(self) -> None:
+        for copy in self._copies:
+            copy.pytest.end()
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
