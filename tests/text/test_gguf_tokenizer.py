@@ -110,6 +110,7 @@ def test_byte_level_ids_are_those_of_the_same_tokenizer_json(tmp_path: Path) -> 
         assert found.decode(ids, skip_special_tokens=False) == wanted.decode(ids, skip_special_tokens=False)
     assert found.special_tokens == {"eos_token": "<|end|>", "pad_token": "<|pad|>"}
     assert not found.adds_bos
+    assert found.vocab_size == max(wanted.get_vocab(with_added_tokens=True).values()) + 1
 
 
 def test_the_commonest_rules_need_no_child_process() -> None:
@@ -194,6 +195,7 @@ def test_ends_and_templates(tmp_path: Path) -> None:
     assert set(found.chat_templates) == {"default", "tool_use"}
     assert found.encode("a<tool call>b", add_special_tokens=False)[1] == size - 2
     assert found.decode([size - 2, size - 3]) == "<tool call>"
+    assert found.vocab_size == size
 
 
 def test_what_is_unknown_is_refused_by_name(tmp_path: Path) -> None:

@@ -126,6 +126,8 @@ class GgufTokenizer:
     special_tokens: Mapping[str, str]
     eos_ids: Sequence[int]
     chat_templates: Mapping[str, str]
+    size: int
+    """The highest id plus one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +193,7 @@ def read_gguf_tokenizer(path: Path) -> GgufTokenizer | None:
         special_tokens={name: tokens[one] for name, one in special.items() if one is not None},
         eos_ids=tuple(dict.fromkeys(one for one in ends if one is not None)),
         chat_templates=_chat_templates(file),
+        size=max(vocabulary.ids.values()) + 1,
     )
 
 

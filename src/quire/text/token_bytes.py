@@ -110,9 +110,12 @@ def _parse_decoder(decoder: dict[str, Any] | None) -> Concatenation | None:
 class TokenBytes:
     """Token ids to bytes for one tokenizer; tables fill as ids are asked for."""
 
-    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+    def __init__(self, backend: tokenizers.Tokenizer, size: int | None = None) -> None:
+        """``size``: the highest id plus one; None: it is looked up, which takes a while."""
         self._backend = backend
-        self._size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        if size is None:
+            size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self._size = size
         state = backend.decoder.__getstate__() if backend.decoder is not None else b"null"
         self._rule = _parse_decoder(json.loads(state))
         self._pieces: dict[int, bytes] = {}

@@ -74,9 +74,11 @@ class Tokenizer:
         eos_ids: Sequence[int] = (),
         pad_id: int | None = None,
         chat_templates: Mapping[str, str] | None = None,
+        size: int | None = None,
     ) -> None:
         """Put a tokenizer around ``backend``, which belongs to it from now on. An id that is not
-        given is that of the special token with that name, if the vocabulary has it."""
+        given is that of the special token with that name, if the vocabulary has it. ``size``: the
+        highest id plus one, if that is known."""
         check_decoder(backend)
         backend.no_truncation()
         backend.no_padding()
@@ -84,7 +86,7 @@ class Tokenizer:
         self._encoder = TextEncoder(backend)
         self.special_tokens = dict(special_tokens or {})
         self.chat_templates = dict(chat_templates or {})
-        self.token_bytes = TokenBytes(backend)
+        self.token_bytes = TokenBytes(backend, size)
         self.parse_special = False
         inner = for_inner_text(backend)
         self._inner = self._encoder if inner is backend else TextEncoder(inner)
@@ -110,6 +112,7 @@ class Tokenizer:
             special_tokens=found.special_tokens,
             eos_ids=found.eos_ids,
             chat_templates=found.chat_templates,
+            size=found.size,
         )
 
     @classmethod
