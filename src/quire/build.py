@@ -178,11 +178,10 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
         return _build(config, path, None, progress=progress)
     check_division(path, grid, config.max_model_len)
     drafts = read_speculation("speculative", config.speculative)
-    heads = ("eagle", "mtp") if grid.stages > 1 else ("mtp",)
-    if drafts is not None and drafts.method in heads:
+    if grid.stages > 1 and drafts is not None and drafts.method in ("eagle", "mtp"):
         raise Unsupported(
-            f"speculative: {drafts.method} is a head, which reads blocks and weights of all ranks of {grid}; draft by "
-            "lookup or by a draft model",
+            f"speculative: {drafts.method} is a head, which reads blocks of all stages of {grid}; draft by lookup or by a "
+            "draft model",
             field="speculative",
             given=drafts.method,
         )
@@ -488,7 +487,7 @@ def load_drafter(
         return load_mtp(path, model, layer_kernels(device, config.quantization))
     if speculation.method == "eagle" and speculation.model is not None:
         head = resolve_model(os.fspath(speculation.model))
-        return load_eagle(head, model, max_len, layer_kernels(device, config.quantization))
+        return load_eagle(head, path, model, max_len, layer_kernels(device, config.quantization))
     return load_draft_model(config, speculation, model, tokenizer, device, progress)
 
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.engine.head_checkpoints import VOCAB, make_eagle
+from tests.engine.head_checkpoints import VOCAB, make_eagle, mtp_follower
+from tests.engine.test_heads import Made, check_head, drafting, proposer_of
 from tests.exact import Float32Bound, run_exactly
 from tests.models import test_gemma_layers as gemma
 from tests.models import test_recurrent_families as hybrids
@@ -24,7 +25,6 @@ from tests.small_llms import Checkpoint, MakeLLM, greedy, make_family, random_to
 from tests.test_parity import FAMILIES
 
 from quire import LLM
-from quire.base.errors import Unsupported
 from quire.base.segments import BlendParams, Segment
 from quire.branches.move_costs import MoveCosts
 
@@ -147,16 +147,38 @@ def kinds(written: dict[int, dict[str, torch.Tensor]], *names: str) -> list[tupl
     return [(layer, name) for layer, tensors in written.items() for name in names if name in tensors]
 
 
-def test_a_head_that_drafts_needs_logits_of_its_own(tmp_path: Path) -> None:
-    """The head of the model has its rows on all ranks."""
-    family = make_family("llama", tmp_path / "llama")
-    made = make_eagle(tmp_path / "eagle", (0, 1, 2), width=family.model.config.hidden_size, draft_vocab_size=VOCAB)
-    files = list(made.path.glob("*.safetensors"))
-    save_file(
-        {name: one for name, one in made.tensors.items() if name not in ("lm_head.weight", "d2t", "t2d")}, files[0]
-    )
-    with pytest.raises(Unsupported, match=r"has no lm_head\.weight, and ranks divide the head of the model"):
-        gemma.opened(family.path, tensor_parallel_size=2, speculative=f"eagle:{made.path}")
+@pytest.mark.parametrize("kind", ["qwen3-next", "deepseek-v3"])
+def test_a_head_of_the_model_drafts(make_llm: MakeLLM, kind: str, tmp_path: Path) -> None:
+    """It reads hidden states, which are equal on all ranks, and is whole on rank 0: one that is
+    right is always accepted."""
+    mtp, after = mtp_follower(kind, tmp_path / "target")
+    llm = drafting(in_slices(make_llm), Made(mtp.target, "mtp", mtp.logits), depth=3)
+    prompts = [random_tokens(length, seed=length) for length in (2, 40)]
+    for prompt, output in zip(prompts, llm.generate(prompts, greedy(20)), strict=True):
+        expected = [after[prompt[-1]]]
+        while len(expected) < 20:
+            expected.append(after[expected[-1]])
+        assert output.outputs[0].token_ids == expected
+        assert output.speculation is not None
+        assert output.speculation.accepted == output.speculation.drafted > 0
+    check_head(llm)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_head_without_logits_of_its_own_has_the_model_s(make_llm: MakeLLM, tied: bool, tmp_path: Path) -> None:
+    """Ranks divide the model's rows, so rank 0 reads all of them for the head."""
+    family = make_family("llama", tmp_path / "llama", tie_word_embeddings=tied)
+    eagle = make_eagle(tmp_path / "eagle", (0, 1, 2), width=family.model.config.hidden_size, draft_vocab_size=VOCAB)
+    (file,) = eagle.path.glob("*.safetensors")
+    save_file({name: one for name, one in eagle.tensors.items() if name not in ("lm_head.weight", "d2t", "t2d")}, file)
+    x_RE = torch.randn(7, family.model.config.hidden_size)
+    logits, tokens = [], []
+    for make in (make_llm, in_slices(make_llm)):
+        llm = drafting(make, Made(family, f"eagle:{eagle.path}", eagle.logits), depth=3)
+        logits.append(proposer_of(llm).head.head(x_RE))
+        tokens.append(llm.generate([random_tokens(20)], greedy(20))[0].outputs[0].token_ids)
+    assert torch.equal(logits[0], logits[1])
+    assert tokens[0] == tokens[1]
 
 
 @pytest.mark.parametrize("select", ["v", "v_or_question"])

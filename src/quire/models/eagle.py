@@ -23,7 +23,7 @@ from quire.models.config_fields import ConfigFields, refuse_unsupported
 from quire.models.decoder import DecoderConfig, Parameters, attention_of, gated_mlp, linear, norm_of
 from quire.models.families import LoadedModel
 from quire.models.geometry import read_geometry, rope_of
-from quire.models.heads import Head, read_parameters
+from quire.models.heads import Head, read_parameters, target_logits
 from quire.models.sources import open_weights, read_config
 from quire.models.tensor_names import LLAMA_NAMES, ignorable_names, name_table
 from quire.nn.embedding import Embedding
@@ -176,8 +176,9 @@ class EagleHead(Head):
         return list(tokens) if self.ids is None else [self.ids[token] for token in tokens]
 
 
-def load_eagle(path: Path, target: LoadedModel, max_len: int, kernels: LayerKernels) -> EagleHead:
-    """Load an EAGLE-3 head for ``target``. The embedding is the target's, unless the head has one.
+def load_eagle(path: Path, target_path: Path, target: LoadedModel, max_len: int, kernels: LayerKernels) -> EagleHead:
+    """Load an EAGLE-3 head for ``target``, whose checkpoint is in ``target_path``. Embedding and
+    map to logits are the target's, unless the head has them.
 
     Raise ``InvalidArgument`` for a head of another model, ``CheckpointError`` for a damaged one,
     ``Unsupported`` for what is not computed.
@@ -188,14 +189,19 @@ def load_eagle(path: Path, target: LoadedModel, max_len: int, kernels: LayerKern
         values = read_config(path)
         config = read_eagle_config(values, target, max_len)
         with Checkpoint(open_weights(path)) as checkpoint:
-            return _loaded(path, checkpoint, config, target, kernels)
+            return _loaded(path, checkpoint, config, target_path, target, kernels)
     except QuireError as error:
         error.about(f"speculative: the head {path}")
         raise
 
 
 def _loaded(
-    path: Path, checkpoint: Checkpoint, config: EagleConfig, target: LoadedModel, kernels: LayerKernels
+    path: Path,
+    checkpoint: Checkpoint,
+    config: EagleConfig,
+    target_path: Path,
+    target: LoadedModel,
+    kernels: LayerKernels,
 ) -> EagleHead:
     trunk, dtype, device = config.trunk, target.dtype, target.device
     embeds, heads = "embed_tokens.weight" in checkpoint.tensors, "lm_head.weight" in checkpoint.tensors
@@ -203,8 +209,6 @@ def _loaded(
     # A head without some of these uses the target's.
     embeds = embeds or not same_width
     heads = heads or not same_width or config.draft_vocab != trunk.vocab_size
-    if target.whole_specs and not heads:
-        raise Unsupported(f"{path} has no lm_head.weight, and ranks divide the head of the model, which it would use")
     places = checkpoint.choose(eagle_spellings(config, embeds=embeds, heads=heads))
     ignorable = {*ignorable_names(trunk, replace(LLAMA_NAMES, trunk="")).names, "d2t", "t2d"}
     checkpoint.check(places, ignorable | {"midlayer.self_attn.rotary_emb.inv_freq"})
@@ -228,7 +232,11 @@ def _loaded(
     )
     head.ids = ids
     head.norm = norm_of(trunk, parameters["norm.weight"])
-    head.lm_head = packed(linear(parameters, "head"), kernels.of_head()) if heads else target.lm_head  # type: ignore[attr-defined]
+    if heads:
+        head.lm_head = packed(linear(parameters, "head"), kernels.of_head())
+    else:
+        with Checkpoint(open_weights(target_path)) as theirs:
+            head.lm_head = target_logits(theirs, target, kernels)
     head.fc = packed(linear(parameters, "fc"), kernels)
     for part in (block, head.norm):
         pack_maps(part, kernels)

@@ -18,13 +18,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.contracts.block_calls import LayerKernels
 from quire.contracts.layers import LayerSpec
 from quire.contracts.model import Block
+from quire.nn.linear import Linear
+from quire.nn.packed import packed
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.lazy_parameters import allocate
-from quire.weights.places import NameTable, parameter_dtypes, parameter_shapes
+from quire.weights.places import NameTable, Place, parameter_dtypes, parameter_shapes
 
 Map = Callable[[Tensor], Tensor]
+EMBEDDING, LOGITS = "embed.weight", "head.weight"
+"""The parameters that a head may share with its target."""
 
 
 class Head(ABC):
@@ -103,6 +108,20 @@ class DraftLayer:
     project: str
     """The tensors around the block: norms of embedding and hidden state, and the map of both to a
     hidden state."""
+
+
+def target_logits(checkpoint: Checkpoint, target: Any, kernels: LayerKernels) -> Map:
+    """Return a target's map to logits. If ranks divide its rows, this process reads all of them
+    once more, from the target's checkpoint, since heads draft without the other ranks."""
+    if not target.whole_specs:
+        found: Map = target.lm_head
+        return found
+    names = {place.parameter: name for name, place in target.places.items()}
+    name = names.get(LOGITS, names[EMBEDDING])
+    shape = (target.vocab_size, target.hidden_size)
+    places = checkpoint.choose([{name: Place(parameter=LOGITS, shape=shape)}])
+    parameters = read_parameters(checkpoint, places, target.dtype, target.device)
+    return packed(Linear(parameters[LOGITS]), kernels.of_head())
 
 
 def read_parameters(

@@ -21,16 +21,13 @@ from quire.contracts.model import Block, Pass
 from quire.models.blocks import PreNormBlock
 from quire.models.decoder import DecoderConfig, Trunk, norm_of
 from quire.models.families import family_of
-from quire.models.heads import DraftLayer, Head, Map, read_parameters
+from quire.models.heads import EMBEDDING, LOGITS, DraftLayer, Head, Map, read_parameters, target_logits
 from quire.models.sources import open_weights
 from quire.nn.embedding import Embedding
 from quire.nn.linear import Linear
 from quire.nn.packed import pack_maps, packed
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.places import Place, expand
-
-EMBEDDING, LOGITS = "embed.weight", "head.weight"
-"""The parameters that the target has too."""
 
 
 class JoinedInput:
@@ -148,7 +145,10 @@ def _loaded(
     )
     head.target_norm, head.norm = target.norm, alone.norm
     own_head = parameters.get(LOGITS)
-    head.lm_head = target.lm_head if own_head is None else packed(Linear(own_head), kernels.of_head())
+    if own_head is None:
+        head.lm_head = target_logits(checkpoint, target, kernels)
+    else:
+        head.lm_head = packed(Linear(own_head), kernels.of_head())
     return head
 
 
