@@ -156,7 +156,7 @@ def test_scaled_sums_and_their_norms(kernels: RowKernels, types: tuple[torch.dty
         assert torch.equal(x, before)
         normed = exact_norm(y, weight_E, EPS)
         assert_near(found, normed, normed.abs() * SINGLE * (4 + width / 16))
-        # Triton's sum with a norm may round once where PyTorch's operation without one rounds twice.
+        # Triton's fused sum may round once where PyTorch's operation rounds twice.
         assert kernels is CARRIED_ROWS or torch.equal(y, total)
 
 

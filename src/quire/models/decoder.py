@@ -97,7 +97,7 @@ class DecoderConfig:
     """Numbers of the first query head and of the first KV head of a rank's model."""
 
     def __post_init__(self) -> None:
-        if self.residual_scale != 1.0 and self.placement != "pre":
+        if self.residual_scale != 1.0 and self.placement == "parallel":
             raise InvalidArgument(
                 f"residual_scale is {self.residual_scale} with norms in placement {self.placement!r}; expected 1.0"
             )
