@@ -86,7 +86,7 @@ class NativeBlocks:
         if maps is None or len(kinds := {one.weight_E.dtype for one in norms}) > 1:
             return None
         width, inner = out.weights.outputs, down.weights.inputs
-        types = TYPES.get((maps[0].dtype, *(kinds or {maps[0].dtype})))
+        types = TYPES.get((maps[0].dtype, next(iter(kinds), maps[0].dtype)))
         fits = down.weights.outputs == width == gate_up.weights.inputs and all(_width(one) == width for one in norms)
         if types is None or not fits or gate_up.weights.outputs != 2 * inner:
             return None
