@@ -1,11 +1,12 @@
 """Gain of blocks in one call: decode steps with one call per block, and with separate parts, in
 turns.
 
-The model is a random checkpoint of a real shape, the prompts have 120 tokens. *faster* is the time
-without over the time with, the median of neighbouring rounds, then the least and the most.
+The model is a random checkpoint of a real shape, or that of ``--model``; the prompts have 120
+tokens. *faster* is the time without over the time with, the median of neighbouring rounds, then the
+least and the most.
 
-``python bench/blocks.py [--shape smollm2-135m] [--dtype bfloat16] [--quantization int4] [--batches
-1,4,16] [--rounds 7] [--tokens 40]``
+``python bench/blocks.py [--shape smollm2-135m | --model PATH] [--dtype bfloat16] [--quantization
+int4] [--batches 1,4,16] [--rounds 7] [--tokens 40]``
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 from quire import LLM, SamplingParams
 from quire.base.errors import QuireError, Unsupported
 from quire.kernels.native_library import native_problem
-from quire.models.blocks import PreNormBlock
+from quire.models.blocks import SerialBlock
 from quire.sessions.session import Session
 from quire_bench.checkpoints import checkpoint
 from quire_bench.reports import print_json, print_table
@@ -39,12 +40,12 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     if reason := native_problem():
         raise Unsupported(f"blocks in one call: {reason}")
     options: dict[str, Any] = {"kv_cache_memory": "512MiB", "enable_prefix_caching": False}
-    path = checkpoint(arguments.shape)
+    path = arguments.model or checkpoint(arguments.shape)
     lines = []
     with LLM(str(path), dtype=arguments.dtype, quantization=arguments.quantization, **options) as llm:
-        blocks = [one for one in llm.model.blocks if isinstance(one, PreNormBlock) and one.joined is not None]
+        blocks = [one for one in llm.model.blocks if isinstance(one, SerialBlock) and one.joined is not None]
         if not blocks:
-            raise Unsupported(f"{arguments.shape}: no block of it runs as one call")
+            raise Unsupported(f"{path}: no block of it runs as one call")
         joined, stack = [one.joined for one in blocks], llm.model.stack
         for batch in arguments.batches:
             sessions = [llm.session([1 + row, *PROMPT[1:]]) for row in range(batch)]
@@ -69,6 +70,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
                 session.close()
     print_table(lines)
     document = {"benchmark": "blocks", "shape": arguments.shape, "dtype": arguments.dtype}
+    document |= {"model": arguments.model} if arguments.model else {}
     document |= {"quantization": arguments.quantization, "rows": lines}
     print_json(document)
     return document
@@ -77,6 +79,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="smollm2-135m")
+    parser.add_argument("--model", help="a directory or GGUF file, instead of a shape")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--quantization", choices=("int8", "int4"))
     parser.add_argument("--batches", type=lambda text: [int(one) for one in text.split(",")], default=[1, 4, 16])

@@ -127,9 +127,9 @@ class CarriedRows(TritonRows):
     def rms_norm(self, x: Tensor, weight_E: Tensor, eps: float) -> Tensor:
         return super().rms_norm(there(x), there(weight_E), eps).cpu()
 
-    def add_rms_norm(self, y_TE: Tensor, x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+    def add_rms_norm(self, y_TE: Tensor, x_TE: Tensor, weight_E: Tensor, eps: float, scale: float = 1.0) -> Tensor:
         y = there(y_TE)
-        found = super().add_rms_norm(y, there(x_TE), there(weight_E), eps).cpu()
+        found = super().add_rms_norm(y, there(x_TE), there(weight_E), eps, scale).cpu()
         if HAS_CUDA:
             y_TE.copy_(y)
         return found

@@ -1,4 +1,5 @@
-"""Decoder blocks, and their ends, as one call: every number is that of the parts one by one.
+"""Decoder blocks, and their ends, as one call: every number is that of the parts one by one, with
+norms before and behind attention and MLP, and with scaled residuals.
 
 Letters: T rows, E model width, F inner width, C columns of the heads.
 """
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from quire import LLM, SamplingParams
 from quire.base.types import Add, Chunk, Inputs, Pop, Remove, Step
-from quire.contracts.block_calls import NormWeight
+from quire.contracts.block_calls import NormWeight, Residuals
 from quire.contracts.executor_calls import PrefillInput
 from quire.contracts.linear import WeightForm
 from quire.contracts.rows import ActivationName
@@ -23,7 +24,7 @@ from quire.kernels.block import MOST_ROWS, NativeBlock, NativeBlocks, NativeStac
 from quire.kernels.linear.cpu_linear import EMULATED, NativeLinear, NativeMap
 from quire.kernels.native_library import native_library, native_problem
 from quire.kernels.rows.cpu_rows import NativeRows, native_rows
-from quire.models.blocks import PreNormBlock
+from quire.models.blocks import SerialBlock
 from quire.models.decoder import Decoder
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -37,6 +38,8 @@ FORMS: tuple[tuple[torch.dtype, WeightForm], ...] = (
     (torch.bfloat16, "int8"),
     (torch.float32, "int4"),
 )
+ARRANGEMENTS = ("pre", "post", "sandwich", "pre scaled", "sandwich scaled", "none")
+"""Where norms are, and whether the residuals have a factor."""
 
 
 @pytest.fixture(autouse=True)
@@ -60,8 +63,14 @@ class End:
     """The parts of a block's end, and their one call."""
 
     def __init__(
-        self, shape: tuple[int, int, int], form: tuple[torch.dtype, WeightForm], level: int | None = None
+        self,
+        shape: tuple[int, int, int],
+        form: tuple[torch.dtype, WeightForm],
+        level: int | None = None,
+        arrangement: str = "pre",
+        norms: torch.dtype | None = None,
     ) -> None:
+        """``norms``: dtype of their weights; None: that of the rows."""
         library = native_library()
         assert library is not None
         kernel = NativeLinear(library, level)
@@ -81,20 +90,32 @@ class End:
             made(width, inner, True),
         )
         self.norm_E = self.drawn(width)
+        place, scale = arrangement.split()[0], 0.22 if "scaled" in arrangement else 1.0
+        inner, *behind = (NormWeight(self.drawn(width).to(norms or self.dtype), 10.0**-power) for power in (5, 2, 4))
+        self.residuals = Residuals(inner if place in ("pre", "sandwich") else None, scale=scale)
+        if place in ("post", "sandwich"):
+            self.residuals = self.residuals._replace(attention_out=behind[0], mlp_out=behind[1])
 
     def drawn(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.generator).to(self.dtype)
 
     def one_by_one(self, rows: NativeRows, activation: ActivationName, heads_TC: Tensor, x_TE: Tensor) -> Tensor:
-        h_TE = self.out(heads_TC)
-        n_TE = rows.add_rms_norm(h_TE, x_TE, self.norm_E, 1e-5)
-        return self.down(rows.gated(self.gate_up(n_TE), activation)).add_(h_TE)
+        def norm(given: NormWeight | None, y_TE: Tensor) -> Tensor:
+            return y_TE if given is None else rows.rms_norm(y_TE, *given)
+
+        mlp_in, attention_out, mlp_out, scale = self.residuals
+        h_TE = norm(attention_out, self.out(heads_TC))
+        if mlp_in is not None:
+            n_TE = rows.add_rms_norm(h_TE, x_TE, *mlp_in, scale)
+        else:
+            n_TE = h_TE = rows.add_scaled(h_TE, x_TE, scale)
+        y_TE = norm(mlp_out, self.down(rows.gated(self.gate_up(n_TE), activation)))
+        return y_TE.add_(h_TE) if scale == 1.0 else rows.add_scaled(y_TE, h_TE, scale)
 
     def joined(self, activation: ActivationName, heads_TC: Tensor, x_TE: Tensor) -> Tensor:
         library = native_library()
         assert library is not None
-        norm = NormWeight(self.norm_E, 1e-5)
-        call = NativeBlocks(library).tail(self.out, norm, self.gate_up, self.down, activation)
+        call = NativeBlocks(library).tail(self.out, self.residuals, self.gate_up, self.down, activation)
         assert call is not None
         assert call.takes(x_TE)
         return call(heads_TC, x_TE)
@@ -116,15 +137,35 @@ def test_every_number_is_that_of_the_parts(
         assert expected.isfinite().all()
 
 
+@pytest.mark.turns(4)
+@pytest.mark.parametrize("form", [*FORMS, "wide norms"], ids=str)
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+def test_every_arrangement_is_that_of_the_parts(
+    rows: NativeRows, arrangement: str, form: tuple[torch.dtype, WeightForm] | str
+) -> None:
+    """Also with norms in float32 of rows in bfloat16."""
+    wide = torch.float32 if isinstance(form, str) else None
+    for shape in SHAPES[:2]:
+        end = End(
+            shape, (torch.bfloat16, "bfloat16") if isinstance(form, str) else form, arrangement=arrangement, norms=wide
+        )
+        for count, activation in zip((1, 2, 5, 17), itertools.cycle(ACTIVATIONS), strict=False):
+            heads_TC, x_TE = end.drawn(count, shape[2]), end.drawn(count, shape[0])
+            expected = end.one_by_one(rows, activation, heads_TC, x_TE)
+            assert torch.equal(end.joined(activation, heads_TC, x_TE), expected)
+            assert expected.isfinite().all()
+
+
+@pytest.mark.parametrize("arrangement", ["pre", "sandwich scaled"])
 @pytest.mark.parametrize("rounds", [6, pytest.param(20, marks=pytest.mark.slow)])
-def test_every_level_and_any_number_of_threads(rows: NativeRows, rounds: int) -> None:
+def test_every_level_and_any_number_of_threads(rows: NativeRows, rounds: int, arrangement: str) -> None:
     library = native_library()
     assert library is not None
     best = NativeLinear(library).level
     try:
         for level, rows_level, count in itertools.product((*range(best + 1), EMULATED), (0, 1, 2), (1, 4)):
             rows.use_level(rows_level)
-            end = End((96, 160, 64), (torch.bfloat16, "bfloat16"), level)
+            end = End((96, 160, 64), (torch.bfloat16, "bfloat16"), level, arrangement)
             heads_TC, x_TE = end.drawn(count, 64), end.drawn(count, 96)
             expected = end.one_by_one(rows, "silu", heads_TC, x_TE)
             for number in (1, 2, 5):
@@ -159,16 +200,21 @@ def test_parts_that_do_not_fit_are_not_joined(rows: NativeRows) -> None:
     assert blocks is not None
     one, other = End((64, 96, 64), (torch.float32, "float32")), End((48, 200, 24), (torch.float32, "float32"))
     norm = NormWeight(one.norm_E, 1e-5)
-    call = blocks.tail(one.out, norm, one.gate_up, one.down, "silu")
+    sums = Residuals(norm)
+    call = blocks.tail(one.out, sums, one.gate_up, one.down, "silu")
     assert call is not None
-    assert blocks.tail(one.out, norm, other.gate_up, one.down, "silu") is None
-    assert blocks.tail(one.out, norm, one.gate_up, other.down, "silu") is None
-    assert blocks.tail(other.out, norm, one.gate_up, one.down, "silu") is None
+    assert blocks.tail(one.out, sums, other.gate_up, one.down, "silu") is None
+    assert blocks.tail(one.out, sums, one.gate_up, other.down, "silu") is None
+    assert blocks.tail(other.out, sums, one.gate_up, one.down, "silu") is None
     for weight_E in (other.norm_E, one.norm_E.bfloat16(), one.norm_E.repeat_interleave(2)[::2]):
-        assert blocks.tail(one.out, NormWeight(weight_E, 1e-5), one.gate_up, one.down, "silu") is None
+        bad = NormWeight(weight_E, 1e-5)
+        for residuals in (Residuals(bad), Residuals(norm, bad, norm), Residuals(norm, norm, bad), Residuals(None, bad)):
+            assert blocks.tail(one.out, residuals, one.gate_up, one.down, "silu") is None
+        assert blocks.whole(bad, one.gate_up, call) is None
     assert blocks.whole(norm, one.gate_up, call) is not None  # any map of E inputs
+    assert blocks.whole(None, one.gate_up, call) is not None
     assert blocks.whole(norm, one.down, call) is None
-    assert blocks.whole(NormWeight(other.norm_E, 1e-5), one.gate_up, call) is None
+    assert blocks.whole(None, one.down, call) is None
     assert not call.takes(torch.zeros(MOST_ROWS + 1, 64))
     assert not call.takes(torch.zeros(0, 64))
     assert not call.takes(torch.zeros(1, 64, dtype=torch.bfloat16))
@@ -196,8 +242,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     return found
 
 
-def joined_blocks(llm: LLM) -> list[PreNormBlock]:
-    return [block for block in llm.model.blocks if isinstance(block, PreNormBlock) and block.joined is not None]
+def joined_blocks(llm: LLM) -> list[SerialBlock]:
+    return [block for block in llm.model.blocks if isinstance(block, SerialBlock) and block.joined is not None]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -6,6 +6,7 @@ Letters: T rows, E model width, V vocabulary, S slots, N positions.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quire.contracts.attention import Scoring
-from quire.contracts.block_calls import LayerKernels, ModelEnds, NormWeight, StackParts
+from quire.contracts.block_calls import LayerKernels, ModelEnds, NormWeight, Residuals, StackParts
 from quire.contracts.kv_format import PlainRows
 from quire.contracts.layers import FullAttention, LayerSpec, RopeSpec, WindowedAttention
 from quire.contracts.linear import WeightForm
@@ -60,21 +61,33 @@ def threads() -> Iterator[None]:
 class Small:
     """Two blocks with pools of their own, a table of tokens and a head."""
 
-    def __init__(self, form: tuple[torch.dtype, WeightForm], vocabulary: int, tied: bool) -> None:
+    def __init__(
+        self,
+        form: tuple[torch.dtype, WeightForm],
+        vocabulary: int,
+        tied: bool,
+        shape: tuple[float, float, float | None] = (1.0, 1.0, None),
+        *,
+        behind: bool = False,
+    ) -> None:
+        """``shape``: the embedding's and the logits' factor, and the soft cap. ``behind``: norms
+        are behind attention and MLP, and not before."""
         library = native_library()
         assert library is not None
         self.dtype, self.form = form
         self.generator = torch.Generator().manual_seed(vocabulary)
         self.kernel, blocks = NativeLinear(library), NativeBlocks(library)
         backend = NativeAttention()
+        self.shape = shape
         whole, layers = [], []
         for _ in range(2):
             norm = NormWeight(self.drawn(WIDTH), 1e-5)
+            sums = Residuals(None, norm, norm, 0.22) if behind else Residuals(norm)
             tail = blocks.tail(
-                self.map(WIDTH, HEADS * HEAD), norm, self.map(2 * INNER, WIDTH), self.map(WIDTH, INNER), "silu"
+                self.map(WIDTH, HEADS * HEAD), sums, self.map(2 * INNER, WIDTH), self.map(WIDTH, INNER), "silu"
             )
             assert tail is not None
-            block = blocks.whole(norm, self.map((HEADS + 2) * HEAD, WIDTH), tail)
+            block = blocks.whole(None if behind else norm, self.map((HEADS + 2) * HEAD, WIDTH), tail)
             assert block is not None
             whole.append(block)
             self.k_SHD, self.v_SHD = (torch.zeros(256, 1, HEAD, dtype=self.dtype) for _ in range(2))
@@ -99,7 +112,7 @@ class Small:
         return self.kernel.pack(weight_OI, None, self.form)
 
     def stack(self) -> NativeStack:
-        found = self.blocks.stack(self.whole, ModelEnds(self.table_VE, self.norm, self.head))
+        found = self.blocks.stack(self.whole, ModelEnds(self.table_VE, self.norm, self.head, *self.shape))
         assert found is not None
         return found
 
@@ -119,7 +132,11 @@ class Small:
             x_TE = rows_of(self.head.weights, chosen_T).to(self.dtype)
         else:
             x_TE = self.table_VE.index_select(0, chosen_T)
-        return self.head(rows.rms_norm(self.stack()(x_TE, self.parts), self.norm.weight_E, 1e-5)).float()
+        factor, scale, cap = self.shape
+        x_TE = x_TE.mul_(factor)
+        logits_TV = self.head(rows.rms_norm(self.stack()(x_TE, self.parts), self.norm.weight_E, 1e-5)).float()
+        logits_TV = logits_TV.mul_(scale)
+        return logits_TV if cap is None else rows.soft_cap(logits_TV, cap)
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form[0]}-{form[1]}")
@@ -141,6 +158,25 @@ def test_every_number_is_that_of_the_parts(form: tuple[torch.dtype, WeightForm],
         stack.model(np.array([0, vocabulary]), small.parts)
     with pytest.raises(IndexError, match="-1"):
         stack.model(np.array([-1]), small.parts)
+
+
+@pytest.mark.parametrize("behind", [False, True])
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form[0]}-{form[1]}")
+@pytest.mark.parametrize("vocabulary", [7, 97, PIECE + 1])
+def test_scaled_and_capped_ends(form: tuple[torch.dtype, WeightForm], vocabulary: int, behind: bool) -> None:
+    rows, tied = native_rows(), form[1] in ("float32", "bfloat16") and vocabulary % 4 == 1
+    assert rows is not None
+    for shape in ((math.sqrt(WIDTH) + 0.1, 1.0, None), (3.0, 1 / 7, None), (1.0, 1.0, 0.7), (12.0, 0.3, 0.2)):
+        small = Small(form, vocabulary, tied, shape, behind=behind)
+        stack = small.stack()
+        for count, level in itertools.product((1, 5), (0, 1, 2)):
+            rows.use_level(level)
+            tokens = np.full(count, vocabulary - 1)
+            small.plan([9] * count)
+            found = stack.model(tokens, small.parts)
+            assert torch.equal(found.logits_TV, small.one_by_one(tokens))
+            assert found.maxima == first_maxima(found.logits_TV)
+            assert shape[2] is None or found.logits_TV.abs().max() <= shape[2]
 
 
 @pytest.mark.turns(2)

@@ -137,6 +137,65 @@ def test_norms_of_sums(kernels: RowKernels, types: tuple[torch.dtype, torch.dtyp
         assert_near(found, exact, exact.abs() * SINGLE * (4 + width / 16))
 
 
+@pytest.mark.product(2)
+@pytest.mark.parametrize("types", TYPES, ids=str)
+def test_scaled_sums_and_their_norms(kernels: RowKernels, types: tuple[torch.dtype, torch.dtype]) -> None:
+    dtype, weight_dtype = types
+    for width, count, scale in itertools.product(WIDTHS, COUNTS, (0.22, -3.0)):
+        y, x = (drawn(count, width, dtype=dtype, seed=seed) for seed in (width, width + 1))
+        weight_E, before = drawn(width, dtype=weight_dtype, seed=1), x.clone()
+        product = scale * y.double()
+        exact = x.double() + product
+        # The factor, the product and the sum are rounded once each in float32.
+        off = (2 * product.abs() + exact.abs()) * SINGLE / 2
+        total = y.clone()
+        assert kernels.add_scaled(total, x, scale) is total
+        assert_near(total, exact, off)
+        found = kernels.add_rms_norm(y, x, weight_E, EPS, scale)
+        assert_near(y, exact, off)
+        assert torch.equal(x, before)
+        normed = exact_norm(y, weight_E, EPS)
+        assert_near(found, normed, normed.abs() * SINGLE * (4 + width / 16))
+        # Triton's fused sum may round once where PyTorch's operation rounds twice.
+        assert kernels is CARRIED_ROWS or torch.equal(y, total)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("width", [7, 63, 576])
+def test_scaled_sums_do_not_depend_on_the_place(kernels: RowKernels, dtype: torch.dtype, width: int) -> None:
+    y, x = (drawn(37, width, dtype=dtype, seed=seed) for seed in (1, 2))
+    total = kernels.add_scaled(y.clone(), x, 0.22)
+    for row in (slice(0, 1), slice(36, 37), slice(3, 20)):
+        assert torch.equal(kernels.add_scaled(y[row].clone(), x[row], 0.22), total[row])
+
+
+@pytest.mark.parametrize("cap", [3.0, 30.0])
+@pytest.mark.parametrize("shape", [(0, 5), (1, 1), (3, 17), (2, 5000), (1, 4096)], ids=str)
+def test_soft_caps(kernels: RowKernels, shape: tuple[int, int], cap: float) -> None:
+    x = drawn(*shape) * cap
+    given = x.double()
+    assert kernels.soft_cap(x, cap) is x
+    exact = cap * torch.tanh(given / cap)
+    # A quotient and a product are half a unit off each, and e^2x, whose sum with 1 is the divisor,
+    # 2 units: with sums, division and difference 5 units where the result is small.
+    assert_near(x, exact, exact.abs() * SINGLE * 6)
+
+
+def test_soft_caps_over_all_magnitudes(kernels: RowKernels) -> None:
+    """Relative error, also of small numbers; and the cap itself of large ones."""
+    x = torch.cat([sign * torch.logspace(-37, 38, 3001) for sign in (1, -1)] + [torch.linspace(-30, 30, 4001)])
+    given = x.double()
+    exact = 5.0 * torch.tanh(given / 5.0)
+    assert_near(kernels.soft_cap(x, 5.0), exact, exact.abs() * SINGLE * 6)
+    bad = torch.tensor([math.nan, -math.nan, math.inf, -math.inf, 0.0, -0.0] * 3)
+    expected = torch.tensor([math.nan, math.nan, 5.0, -5.0, 0.0, -0.0] * 3)
+    found = kernels.soft_cap(bad, 5.0)
+    assert torch.equal(found.isnan(), expected.isnan())
+    assert torch.equal(found.nan_to_num(9.0), expected.nan_to_num(9.0))
+    assert torch.equal(found.signbit()[4::6], expected.signbit()[4::6])
+    assert torch.equal(found.signbit()[5::6], expected.signbit()[5::6])
+
+
 MOVES = {
     "others": [[0, 5, 7], [2, 9, 8]],
     "a chain": [[1, 2, 3], [2, 3, 4]],
@@ -391,12 +450,20 @@ def test_rows_are_the_same_in_any_batch_to_the_bit(dtype: torch.dtype, level: in
         weight_E = drawn(width, dtype=dtype)
         total = y.clone()
         normed, summed = kernels.rms_norm(x, weight_E, EPS), kernels.add_rms_norm(total, x, weight_E, EPS)
+        scaled = y.clone()
+        scaled_norms = kernels.add_rms_norm(scaled, x, weight_E, EPS, 0.22)
+        capped = kernels.soft_cap(h.clone().float(), 2.0)
         gates = [kernels.gated(h, name) for name in ("silu", "gelu", "gelu_tanh")]
         for row in (slice(0, 1), slice(36, 37), slice(3, 20)):
             assert torch.equal(kernels.rms_norm(x[row], weight_E, EPS), normed[row])
             one = y[row].clone()
             assert torch.equal(kernels.add_rms_norm(one, x[row], weight_E, EPS), summed[row])
             assert torch.equal(one, total[row])
+            one = y[row].clone()
+            assert torch.equal(kernels.add_rms_norm(one, x[row], weight_E, EPS, 0.22), scaled_norms[row])
+            assert torch.equal(one, scaled[row])
+            assert torch.equal(kernels.add_scaled(y[row].clone(), x[row], 0.22), scaled[row])
+            assert torch.equal(kernels.soft_cap(h[row].clone().float(), 2.0), capped[row])
             for name, gate in zip(("silu", "gelu", "gelu_tanh"), gates, strict=True):
                 assert torch.equal(kernels.gated(h[row], name), gate[row])
         case = Case(dtype, count=17, dk=width % 100 * 2, rotary=width % 100, dv=3, norms=dtype)

@@ -63,6 +63,27 @@ MUTANTS = (
         tests=("engine/test_generate.py::test_not_finite_logits_end_one_request",),
     ),
     Mutant(
+        name="norms-behind-the-mlp-with-the-wrong-eps",
+        file="kernels/block.py",
+        old="native.mlp_out_norm, native.mlp_out_eps = _norm(residuals.mlp_out)",
+        new="native.mlp_out_norm, native.mlp_out_eps = _norm(residuals.mlp_out)[0], native.mlp_eps",
+        tests=("kernels/test_block.py::test_every_arrangement_is_that_of_the_parts",),
+    ),
+    Mutant(
+        name="the-call-forgets-the-cap",
+        file="kernels/block.py",
+        old="ends.embedding_scale, ends.logit_scale, ends.softcap or 0.0,",
+        new="ends.embedding_scale, ends.logit_scale, 0.0,",
+        tests=("kernels/test_model_call.py::test_scaled_and_capped_ends",),
+    ),
+    Mutant(
+        name="the-call-forgets-the-embeddings-factor",
+        file="models/blocks.py",
+        old="factor = embedding.scale if isinstance(embedding, ScaledEmbedding) else 1.0",
+        new="factor = 1.0",
+        tests=("models/test_layer_kernels.py::test_bfloat16_results_do_not_depend_on_the_batch",),
+    ),
+    Mutant(
         name="a-norm-that-was-replaced-runs-on",
         file="models/blocks.py",
         old="if any(getattr(model, name) is not end for name, end in self.ends.items()):",

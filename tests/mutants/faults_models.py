@@ -293,6 +293,43 @@ ROWS = (
         tests=("kernels/test_row_kernels.py::test_norms",),
     ),
     Mutant(
+        name="scaled-sums-rounded-by-their-place",
+        file="ops/rows.py",
+        old="return y_TE.copy_(y_TE.float().mul_(scale).add_(x_TE))",
+        new="return torch.add(x_TE, y_TE, alpha=scale, out=y_TE)",
+        tests=("kernels/test_row_kernels.py::test_scaled_sums_do_not_depend_on_the_place",),
+    ),
+    Mutant(
+        name="scaled-sums-without-their-factor",
+        file="kernels/rows/cpu_rows.py",
+        old="*(types, None, y_TE.data_ptr(), width, x_TE.data_ptr(), width, scale, None),",
+        new="*(types, None, y_TE.data_ptr(), width, x_TE.data_ptr(), width, 1.0, None),",
+        tests=("kernels/test_row_kernels.py::test_scaled_sums_and_their_norms",),
+    ),
+    Mutant(
+        name="soft-caps-left-to-pytorch",
+        file="nn/logits.py",
+        old="return logits_RV if self.softcap is None else self.row_kernels.soft_cap(logits_RV, self.softcap)",
+        new="return logits_RV if self.softcap is None else REFERENCE_ROWS.soft_cap(logits_RV, self.softcap)",
+        tests=("runner/test_recurrent_rows.py::test_rows_are_the_same_in_any_batch",),
+    ),
+    Mutant(
+        name="residuals-scaled-by-pytorch",
+        file="models/blocks.py",
+        old="self.row_kernels.add_scaled(y_TE, x_TE, self.scale)",
+        new="y_TE.mul_(self.scale).add_(x_TE)",
+        tests=("models/test_layer_kernels.py::test_bfloat16_results_do_not_depend_on_the_batch",),
+    ),
+    Mutant(
+        name="falcons-mixers-unscaled",
+        file="models/falcon_h1.py",
+        old="x_TE, config.mixer_out)",
+        new="x_TE, 1.0)",
+        tests=(
+            "models/test_recurrent_families.py::test_float32_logits_are_as_close_to_float64_as_those_of_transformers[falcon-h1]",
+        ),
+    ),
+    Mutant(
         name="keys-normed-with-the-weight-of-queries",
         file="ops/rows.py",
         old="rows.rms_norm(k_THD, norms.k_weight_D, norms.eps)",
@@ -411,6 +448,13 @@ FAMILIES = (
         old="[rope if one else None for one in rotates]",
         new="rope",
         tests=(f"{PARITY}[smollm3]",),
+    ),
+    Mutant(
+        name="post-norms-before",
+        file="models/decoder.py",
+        old='before, behind = config.placement != "post", config.placement != "pre"',
+        new='before, behind = True, config.placement != "pre"',
+        tests=(f"{PARITY}[olmo2]",),
     ),
     Mutant(
         name="parallel-blocks-one-after-the-other",

@@ -86,6 +86,16 @@ class NormWeight(NamedTuple):
     eps: float
 
 
+class Residuals(NamedTuple):
+    """The sums of a block: ``h = x + scale * attention_out(a)``, then ``h + scale *
+    mlp_out(mlp(mlp_in(h)))``, with the result ``a`` of attention. None: no norm."""
+
+    mlp_in: NormWeight | None
+    attention_out: NormWeight | None = None
+    mlp_out: NormWeight | None = None
+    scale: float = 1.0
+
+
 class ModelEnds(NamedTuple):
     """The parts of a model besides its blocks."""
 
@@ -93,6 +103,11 @@ class ModelEnds(NamedTuple):
     """Rows by token id, or the map that has them as its weights; None: the head."""
     norm: NormWeight
     head: LinearMap
+    embedding_scale: float = 1.0
+    """Factor of the rows, which are rounded before and after it."""
+    logit_scale: float = 1.0
+    softcap: float | None = None
+    """Logits become ``softcap * tanh(logits / softcap)``, after the scale; None: they stay."""
 
 
 class RowLogits(NamedTuple):
@@ -111,8 +126,8 @@ class BlockTail(Protocol):
         """Return True if the call supports such rows. For others run the parts one by one."""
 
     def __call__(self, heads_TC: Tensor, x_TE: Tensor) -> Tensor:
-        """Return a fresh ``h + down(gated(gate_up(norm(h))))`` with ``h = x + out(heads)``. Each
-        number is the same to the bit as from the parts one by one."""
+        """Return fresh ``Residuals`` of ``out(heads)`` and ``down(gated(gate_up(h)))``. Each number
+        is the same to the bit as from the parts one by one."""
 
 
 class WholeBlock(Protocol):
@@ -155,12 +170,12 @@ class BlockKernel(Protocol):
     """Joins the parts of a block. Methods return None for unsupported parts."""
 
     def tail(
-        self, out: LinearMap, norm: NormWeight, gate_up: LinearMap, down: LinearMap, activation: ActivationName
+        self, out: LinearMap, residuals: Residuals, gate_up: LinearMap, down: LinearMap, activation: ActivationName
     ) -> BlockTail | None:
         """Return the end of a block as one call."""
 
-    def whole(self, norm: NormWeight, qkv: LinearMap, tail: BlockTail) -> WholeBlock | None:
-        """Return a block with this end as one call."""
+    def whole(self, norm: NormWeight | None, qkv: LinearMap, tail: BlockTail) -> WholeBlock | None:
+        """Return a block with this end as one call; ``norm``: before attention, None: none."""
 
     def stack(self, blocks: Sequence[WholeBlock], ends: ModelEnds | None) -> BlockStack | None:
         """Return consecutive blocks as one call, if possible including a model's ``ends``."""

@@ -44,8 +44,14 @@ class RowKernels(Protocol):
         """Map ``[..., E]`` to a fresh contiguous ``x / sqrt(mean(x^2) + eps) * weight`` in the
         dtype of x. The weight has that dtype or float32."""
 
-    def add_rms_norm(self, y_TE: Tensor, x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
-        """Add x to y in place, round; return ``rms_norm`` of the sum."""
+    def add_rms_norm(self, y_TE: Tensor, x_TE: Tensor, weight_E: Tensor, eps: float, scale: float = 1.0) -> Tensor:
+        """Make y ``x + scale * y`` in place, round; return ``rms_norm`` of the sum."""
+
+    def add_scaled(self, y_TE: Tensor, x_TE: Tensor, scale: float) -> Tensor:
+        """Make y ``x + scale * y`` in place; return y."""
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        """Make x, contiguous in float32, ``cap * tanh(x / cap)`` in place; return x."""
 
     def gated(self, gate_up: Tensor, activation: ActivationName) -> Tensor:
         """Map ``[..., 2F]``, gate first, to a fresh ``activation(gate) * up``, ``[..., F]``."""

@@ -26,6 +26,7 @@ from quire.contracts.block_calls import (
     BlockTail,
     ModelEnds,
     NormWeight,
+    Residuals,
     RowLogits,
     StackParts,
     WholeBlock,
@@ -47,6 +48,8 @@ class _Block(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("qkv", "out", "gate_up", "down", "attention_norm", "mlp_norm", "parallel")),
         *((name, ctypes.c_int64) for name in ("types", "activation")),
         *((name, ctypes.c_double) for name in ("attention_eps", "mlp_eps")),
+        *((name, ctypes.c_void_p) for name in ("attention_out_norm", "mlp_out_norm")),
+        *((name, ctypes.c_double) for name in ("attention_out_eps", "mlp_out_eps", "scale")),
     ]  # fmt: skip
 
 
@@ -54,7 +57,7 @@ class _Ends(ctypes.Structure):
     _fields_: ClassVar = [
         *((name, ctypes.c_void_p) for name in ("head", "norm", "table", "rows")),
         ("vocabulary", ctypes.c_int64),
-        ("eps", ctypes.c_double),
+        *((name, ctypes.c_double) for name in ("eps", "embedding_scale", "logit_scale", "softcap")),
     ]
 
 
@@ -75,31 +78,41 @@ class NativeBlocks:
         self._parallel = library.parallel
 
     def tail(
-        self, out: LinearMap, norm: NormWeight, gate_up: LinearMap, down: LinearMap, activation: ActivationName
+        self, out: LinearMap, residuals: Residuals, gate_up: LinearMap, down: LinearMap, activation: ActivationName
     ) -> BlockTail | None:
         """See the contract."""
         maps = _native((out, gate_up, down))
-        if maps is None:
+        norms = [one for one in (residuals.mlp_in, residuals.attention_out, residuals.mlp_out) if one is not None]
+        if maps is None or len(kinds := {one.weight_E.dtype for one in norms}) > 1:
             return None
-        types, width, inner = TYPES.get((maps[0].dtype, norm.weight_E.dtype)), _width(norm), down.weights.inputs
-        fits = down.weights.outputs == width == gate_up.weights.inputs == out.weights.outputs
+        width, inner = out.weights.outputs, down.weights.inputs
+        types = TYPES.get((maps[0].dtype, next(iter(kinds), maps[0].dtype)))
+        fits = down.weights.outputs == width == gate_up.weights.inputs and all(_width(one) == width for one in norms)
         if types is None or not fits or gate_up.weights.outputs != 2 * inner:
             return None
         native = _Block(
-            None, *(one.place for one in maps), None, norm.weight_E.data_ptr(), self._parallel, types,
-            ACTIVATION_NUMBERS[activation], 0.0, norm.eps,
+            out=maps[0].place, gate_up=maps[1].place, down=maps[2].place, parallel=self._parallel, types=types,
+            activation=ACTIVATION_NUMBERS[activation], scale=residuals.scale,
         )  # fmt: skip
-        return NativeTail(self._tail, native, maps, norm)
+        native.mlp_norm, native.mlp_eps = _norm(residuals.mlp_in)
+        native.attention_out_norm, native.attention_out_eps = _norm(residuals.attention_out)
+        native.mlp_out_norm, native.mlp_out_eps = _norm(residuals.mlp_out)
+        return NativeTail(self._tail, native, maps, norms)
 
-    def whole(self, norm: NormWeight, qkv: LinearMap, tail: BlockTail) -> WholeBlock | None:
+    def whole(self, norm: NormWeight | None, qkv: LinearMap, tail: BlockTail) -> WholeBlock | None:
         """See the contract."""
         maps = _native((qkv,))
-        if maps is None or not isinstance(tail, NativeTail) or qkv.weights.inputs != _width(norm):
+        if maps is None or not isinstance(tail, NativeTail):
             return None
-        if (maps[0].dtype, norm.weight_E.dtype, _width(norm)) != (tail.dtype, tail.norm.weight_E.dtype, tail.width):
+        if (maps[0].dtype, qkv.weights.inputs) != (tail.dtype, tail.width):
+            return None
+        if norm is not None and (TYPES.get((tail.dtype, norm.weight_E.dtype)), _width(norm)) != (
+            tail.native.types,
+            tail.width,
+        ):
             return None
         native = _Block.from_buffer_copy(tail.native)
-        native.qkv, native.attention_norm, native.attention_eps = maps[0].place, norm.weight_E.data_ptr(), norm.eps
+        native.qkv, (native.attention_norm, native.attention_eps) = maps[0].place, _norm(norm)
         return NativeBlock(self._whole, native, (norm, maps, tail), tail)
 
     def stack(self, blocks: Sequence[WholeBlock], ends: ModelEnds | None) -> NativeStack | None:
@@ -130,13 +143,12 @@ class _Few:
 class NativeTail(_Few):
     """``contracts.rows.BlockTail`` with everything ready for calls."""
 
-    __slots__ = ("norm",)
+    __slots__ = ()
 
     def __init__(
-        self, run: ctypes._NamedFuncPointer, native: _Block, maps: Sequence[NativeMap], norm: NormWeight
+        self, run: ctypes._NamedFuncPointer, native: _Block, maps: Sequence[NativeMap], norms: Sequence[NormWeight]
     ) -> None:
-        super().__init__(run, native, (maps, norm), maps[0].dtype, _width(norm))
-        self.norm = norm
+        super().__init__(run, native, (maps, norms), maps[0].dtype, maps[0].weights.outputs)
 
     def __call__(self, heads_TC: Tensor, x_TE: Tensor) -> Tensor:
         """See the contract. ``MemoryError``: no memory for sums."""
@@ -203,6 +215,7 @@ class NativeStack:
             self._native = _Ends(
                 head.place, ends.norm.weight_E.data_ptr(), None if table is None else table.data_ptr(),
                 rows.place, rows.weights.outputs if table is None else len(table), ends.norm.eps,
+                ends.embedding_scale, ends.logit_scale, ends.softcap or 0.0,
             )  # fmt: skip
             self._vocabulary = head.weights.outputs
         self._ends_place = ctypes.addressof(self._native)
@@ -267,7 +280,7 @@ def _fit(ends: ModelEnds | None, block: NativeBlock) -> bool:
     """Return True if one call can run a whole model with these ends."""
     if ends is None or not isinstance(ends.head, NativeMap):
         return False
-    (table, norm, head), types = ends, TYPES.get((block.dtype, ends.norm.weight_E.dtype))
+    (table, norm, head, *_), types = ends, TYPES.get((block.dtype, ends.norm.weight_E.dtype))
     if isinstance(table, Tensor):
         fits = table.is_cpu and table.is_contiguous() and (table.dtype, table.shape[1]) == (block.dtype, block.width)
     else:
@@ -275,6 +288,11 @@ def _fit(ends: ModelEnds | None, block: NativeBlock) -> bool:
         fits = isinstance(rows, NativeMap) and rows.weights.form in EXACT_FORMS and rows.weights.inputs == block.width
     same_width = head.weights.inputs == block.width == _width(norm)
     return fits and same_width and ends.head.dtype == block.dtype and types == block.native.types
+
+
+def _norm(norm: NormWeight | None) -> tuple[int | None, float]:
+    """Return the address of a norm's weight, and what is added to its mean."""
+    return (None, 0.0) if norm is None else (norm.weight_E.data_ptr(), norm.eps)
 
 
 def _width(norm: NormWeight) -> int:

@@ -1,8 +1,7 @@
 """Decoder blocks: arrangements of norms and residual additions.
 
-Each class is one arrangement, so a model makes no choice per call. A block maps ``[T, E]`` to a
-fresh ``[T, E]``. Attention and MLP return fresh tensors. The residual is added to these in place,
-never to the caller's x.
+A block maps ``[T, E]`` to a fresh ``[T, E]``. Attention and MLP return fresh tensors. The residual
+is added to these in place, never to the caller's x.
 
 Letters: T new tokens, E model width.
 """
@@ -15,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -26,17 +24,20 @@ from quire.contracts.block_calls import (
     LayerKernels,
     ModelEnds,
     NormWeight,
+    Residuals,
     RowLogits,
     WholeBlock,
 )
 from quire.contracts.model import Block, Model, OpenPass, Pass
-from quire.contracts.rows import HeadNormWeights
+from quire.contracts.rows import HeadNormWeights, RowKernels
 from quire.nn.attention import Attention
-from quire.nn.embedding import Embedding
+from quire.nn.embedding import Embedding, ScaledEmbedding
 from quire.nn.linear import Linear
+from quire.nn.logits import ShapedLogits
 from quire.nn.mlp import GatedMLP
 from quire.nn.norm import RMSNorm
 from quire.nn.packed import KernelLinear
+from quire.ops.rows import REFERENCE_ROWS
 
 Mixer: TypeAlias = Callable[[Tensor, Pass], Tensor]
 """Attention, or a recurrent layer: maps ``[T, E]`` to a fresh ``[T, E]``."""
@@ -63,8 +64,8 @@ class Norm(Protocol):
         """Map ``[..., E]`` to a fresh ``[..., E]``."""
         ...
 
-    def after_sum(self, y_TE: Tensor, x_TE: Tensor) -> Tensor:
-        """Add x to y in place; return the norm of the sum."""
+    def after_sum(self, y_TE: Tensor, x_TE: Tensor, scale: float = 1.0) -> Tensor:
+        """Make y ``x + scale * y`` in place; return the norm of the sum."""
         ...
 
 
@@ -79,7 +80,7 @@ class JoinedBlock:
     """The part after the attention heads: output projection to MLP."""
     whole: WholeBlock | None
 
-    def run(self, block: PreNormBlock, x_TE: Tensor, pass_: Pass) -> Tensor | None:
+    def run(self, block: SerialBlock, x_TE: Tensor, pass_: Pass) -> Tensor | None:
         """Return the block's result; None if its parts must run one by one."""
         qkv, out, gate_up, down = self.maps
         if not (self.tail.takes(x_TE) and out.is_plain and gate_up.is_plain and down.is_plain):
@@ -89,66 +90,51 @@ class JoinedBlock:
             parts = pass_.attention_parts(attention.layer_id, attention.head_norms, x_TE.dtype)
             if parts is not None:
                 return self.whole(x_TE, parts)
-        return self.tail(attention.heads(block.attention_norm(x_TE), pass_), x_TE)
+        n_TE = x_TE if block.attention_norm is None else block.attention_norm(x_TE)
+        return self.tail(attention.heads(n_TE, pass_), x_TE)
 
 
 @dataclass(slots=True, eq=False)
-class PreNormBlock:
-    """``h = x + attention(norm(x))``, then ``h + mlp(norm(h))``: Llama and most others."""
+class SerialBlock:
+    """``h = x + s * out_norm(attention(norm(x)))``, then ``h + s * out_norm(mlp(norm(h)))``.
 
-    attention_norm: Norm
+    None for a norm: there is none. Llama and most others have norms before attention and MLP,
+    OLMo 2 behind them, Gemma 2 and 3 and GLM-4 both. Granite has a scale s.
+    """
+
+    attention_norm: Norm | None
     attention: Mixer
-    mlp_norm: Norm
+    mlp_norm: Norm | None
     mlp: FeedForward
+    attention_out_norm: Norm | None = None
+    mlp_out_norm: Norm | None = None
+    scale: float = 1.0
+    row_kernels: RowKernels = REFERENCE_ROWS
     joined: JoinedBlock | None = field(init=False, default=None)
     """The kernel calls for few rows; None: parts run one by one."""
 
     def __call__(self, x_TE: Tensor, pass_: Pass) -> Tensor:
         if self.joined is not None and (y_TE := self.joined.run(self, x_TE, pass_)) is not None:
             return y_TE
-        h_TE = self.attention(self.attention_norm(x_TE), pass_)
-        return self.mlp(self.mlp_norm.after_sum(h_TE, x_TE)).add_(h_TE)
+        h_TE = self.attention(x_TE if self.attention_norm is None else self.attention_norm(x_TE), pass_)
+        if self.attention_out_norm is not None:
+            h_TE = self.attention_out_norm(h_TE)
+        if self.mlp_norm is None:
+            n_TE = h_TE = self._sum(h_TE, x_TE)
+        else:
+            n_TE = self.mlp_norm.after_sum(h_TE, x_TE, self.scale)
+        y_TE = self.mlp(n_TE)
+        if self.mlp_out_norm is not None:
+            y_TE = self.mlp_out_norm(y_TE)
+        return self._sum(y_TE, h_TE)
+
+    def _sum(self, y_TE: Tensor, x_TE: Tensor) -> Tensor:
+        """Return ``x + scale * y``, which is y from then on."""
+        return y_TE.add_(x_TE) if self.scale == 1.0 else self.row_kernels.add_scaled(y_TE, x_TE, self.scale)
 
     def join(self, kernels: LayerKernels) -> None:
         """Use kernel calls for few rows from now on, if the kernels support the block's parts."""
-        self.joined = joined(self, kernels.blocks) if type(self) is PreNormBlock else None
-
-
-@dataclass(slots=True, eq=False)
-class ScaledBlock(PreNormBlock):
-    """``h = x + s * attention(norm(x))``, then ``h + s * mlp(norm(h))`` (Granite)."""
-
-    scale: float
-
-    def __call__(self, x_TE: Tensor, pass_: Pass) -> Tensor:
-        h_TE = torch.add(x_TE, self.attention(self.attention_norm(x_TE), pass_), alpha=self.scale)
-        return torch.add(h_TE, self.mlp(self.mlp_norm(h_TE)), alpha=self.scale)
-
-
-@dataclass(slots=True, eq=False)
-class PostNormBlock:
-    """``h = x + norm(attention(x))``, then ``h + norm(mlp(h))`` (OLMo 2)."""
-
-    attention: Mixer
-    attention_out_norm: Norm
-    mlp: FeedForward
-    mlp_out_norm: Norm
-
-    def __call__(self, x_TE: Tensor, pass_: Pass) -> Tensor:
-        h_TE = self.attention_out_norm(self.attention(x_TE, pass_)).add_(x_TE)
-        return self.mlp_out_norm(self.mlp(h_TE)).add_(h_TE)
-
-
-@dataclass(slots=True, eq=False)
-class SandwichBlock(PreNormBlock):
-    """``h = x + norm(attention(norm(x)))``, ``h + norm(mlp(norm(h)))`` (Gemma 2 and 3, GLM-4)."""
-
-    attention_out_norm: Norm
-    mlp_out_norm: Norm
-
-    def __call__(self, x_TE: Tensor, pass_: Pass) -> Tensor:
-        h_TE = self.attention_out_norm(self.attention(self.attention_norm(x_TE), pass_))
-        return self.mlp_out_norm(self.mlp(self.mlp_norm.after_sum(h_TE, x_TE))).add_(h_TE)
+        self.joined = joined(self, kernels.blocks)
 
 
 @dataclass(slots=True, eq=False)
@@ -168,7 +154,7 @@ class ParallelBlock:
 class JoinedStack:
     """All blocks of a model as one call (``contracts.model.JoinedBlocks``)."""
 
-    blocks: Sequence[PreNormBlock]
+    blocks: Sequence[SerialBlock]
     call: BlockStack
     layers: tuple[tuple[int, HeadNormWeights | None], ...]
     """Layer id and norms of the heads of each block."""
@@ -197,34 +183,43 @@ class JoinedStack:
         return len(blocks) == len(self.blocks) and not any(map(operator.is_not, blocks, self.blocks))
 
 
-DecoderBlock: TypeAlias = PreNormBlock | PostNormBlock | ParallelBlock
+DecoderBlock: TypeAlias = SerialBlock | ParallelBlock
 """Any block of a decoder; all have ``attention`` and ``mlp``."""
 
 
 def joined_stack(
-    blocks: Sequence[object], kernel: BlockKernel | None, embedding: Embedding, norm: object, head: Linear | None
+    blocks: Sequence[object],
+    kernel: BlockKernel | None,
+    embedding: Embedding,
+    norm: object,
+    head: Linear | None,
+    logits: ShapedLogits,
 ) -> JoinedStack | None:
     """Return all blocks as one kernel call; None unless each block is one call itself. With
-    ``embedding``, ``norm`` and ``head`` (None: the head does more than a product) the call may
+    ``embedding``, ``norm``, ``head`` (None: another stage has it) and ``logits`` the call may
     include the model's ends."""
-    taken = [one for one in blocks if isinstance(one, PreNormBlock)]
+    taken = [one for one in blocks if isinstance(one, SerialBlock)]
     found = [one.joined for one in taken if one.joined is not None]
     whole = [one.whole for one in found if one.whole is not None]
     ends = None
-    if type(embedding) is Embedding and isinstance(norm, RMSNorm) and isinstance(head, KernelLinear):
+    known = type(embedding) in (Embedding, ScaledEmbedding)
+    if known and isinstance(norm, RMSNorm) and isinstance(head, KernelLinear):
         table = embedding.weight if embedding.rows is None else embedding.rows
-        ends = ModelEnds(table, NormWeight(norm.weight, norm.eps), head.map)
+        factor = embedding.scale if isinstance(embedding, ScaledEmbedding) else 1.0
+        ends = ModelEnds(table, NormWeight(norm.weight, norm.eps), head.map, factor, logits.scale, logits.softcap)
     if kernel is None or len(whole) < len(blocks) or (call := kernel.stack(whole, ends)) is None:
         return None
     attentions = [one.attention for one in found if isinstance(one.attention, Attention)]
     layers = tuple((one.layer_id, one.head_norms) for one in attentions)
-    return JoinedStack(taken, call, layers, {"embedding": embedding, "norm": norm, "lm_head": head})
+    ends_of = {"embedding": embedding, "norm": norm, "lm_head": head, "logits": logits}
+    return JoinedStack(taken, call, layers, ends_of)
 
 
-def joined(block: PreNormBlock, kernel: BlockKernel | None) -> JoinedBlock | None:
+def joined(block: SerialBlock, kernel: BlockKernel | None) -> JoinedBlock | None:
     """Return the kernel calls for a block with packed maps; None if it has unsupported parts."""
-    attention, norm, mlp = block.attention, block.mlp_norm, block.mlp
-    if kernel is None or not (isinstance(attention, HeadedMixer) and isinstance(norm, RMSNorm)):
+    attention, mlp = block.attention, block.mlp
+    inner = (block.mlp_norm, block.attention_out_norm, block.mlp_out_norm)
+    if kernel is None or not (isinstance(attention, HeadedMixer) and all(map(_is_rms, inner))):
         return None
     if not isinstance(mlp, GatedMLP):
         return None
@@ -233,12 +228,23 @@ def joined(block: PreNormBlock, kernel: BlockKernel | None) -> JoinedBlock | Non
     qkv, out, gate_up, down = (one.map if isinstance(one, KernelLinear) else None for one in maps)
     if out is None or gate_up is None or down is None:
         return None
-    tail = kernel.tail(out, NormWeight(norm.weight, norm.eps), gate_up, down, mlp.activation)
+    residuals = Residuals(*map(_weight_of, inner), block.scale)
+    tail = kernel.tail(out, residuals, gate_up, down, mlp.activation)
     if tail is None:
         return None
     first, whole = block.attention_norm, None
-    if isinstance(first, RMSNorm) and qkv is not None and isinstance(attention, Attention) and attention.is_whole:
+    if _is_rms(first) and qkv is not None and isinstance(attention, Attention) and attention.is_whole:
         heads = attention.head_norms or ()
-        if all(one.dtype == first.weight.dtype and one.is_contiguous() for one in heads[:2]):
-            whole = kernel.whole(NormWeight(first.weight, first.eps), qkv, tail)
+        kinds = {one.weight.dtype for one in (first, *inner) if isinstance(one, RMSNorm)}
+        if all({one.dtype} == kinds and one.is_contiguous() for one in heads[:2]):
+            whole = kernel.whole(_weight_of(first), qkv, tail)
     return JoinedBlock(attention, maps, tail, whole)
+
+
+def _is_rms(norm: Norm | None) -> bool:
+    """Return True if kernels know the norm, or there is none."""
+    return norm is None or isinstance(norm, RMSNorm)
+
+
+def _weight_of(norm: Norm | None) -> NormWeight | None:
+    return NormWeight(norm.weight, norm.eps) if isinstance(norm, RMSNorm) else None

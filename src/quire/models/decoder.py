@@ -27,17 +27,16 @@ from quire.models.blocks import (
     DecoderBlock,
     FeedForward,
     JoinedStack,
+    Mixer,
     Norm,
     ParallelBlock,
-    PostNormBlock,
-    PreNormBlock,
-    SandwichBlock,
-    ScaledBlock,
+    SerialBlock,
     joined_stack,
 )
 from quire.nn.attention import Attention, GrowingAttention, NormedAttention, QueryGrowth, WidthNormedAttention
 from quire.nn.embedding import Embedding, ScaledEmbedding
 from quire.nn.linear import Linear
+from quire.nn.logits import ShapedLogits
 from quire.nn.mlp import GatedMLP
 from quire.nn.norm import LayerNorm, LayerNormPerHead, RMSNorm
 from quire.nn.packed import KernelLinear, kept, pack_maps, packed
@@ -48,7 +47,8 @@ AttentionSpec: TypeAlias = FullAttention | WindowedAttention
 NormKind: TypeAlias = Literal["rms", "offset_rms", "layer"]
 """``offset_rms``: the stored weight is the difference to 1 (Gemma)."""
 Placement: TypeAlias = Literal["pre", "post", "sandwich", "parallel"]
-"""Arrangement of the norms; see the classes of ``models.blocks``."""
+"""Arrangement of the norms: before attention and MLP, behind them, both, or one before both at
+once."""
 HeadNorms: TypeAlias = Literal["none", "shared", "each", "width"]
 """Norms of queries and keys before RoPE: one for all heads, one per head, one over all heads."""
 Parameters: TypeAlias = Mapping[str, Tensor]
@@ -97,7 +97,7 @@ class DecoderConfig:
     """Numbers of the first query head and of the first KV head of a rank's model."""
 
     def __post_init__(self) -> None:
-        if self.residual_scale != 1.0 and self.placement != "pre":
+        if self.residual_scale != 1.0 and self.placement == "parallel":
             raise InvalidArgument(
                 f"residual_scale is {self.residual_scale} with norms in placement {self.placement!r}; expected 1.0"
             )
@@ -201,8 +201,7 @@ class Trunk:
         self.embedding = _embedding(config, late(parameters, "embed.weight"))
         self.norm = norm
         self.lm_head = Linear(late(parameters, "embed.weight" if config.tie_embeddings else "head.weight"), name="head")
-        self._logit_scale = config.logit_scale
-        self._logit_softcap = config.logit_softcap
+        self.logits = ShapedLogits(config.logit_scale, config.logit_softcap)
         self.tied = config.tie_embeddings
         self.places: NameTable = {}
         self.formats: Mapping[str, int] = {}
@@ -234,10 +233,10 @@ class Trunk:
         The packed head of a tied model replaces the embedding's table if it holds all values
         exactly; else it is a second copy.
         """
-        parts: list[object] = [*self.blocks, self.norm]
+        parts: list[object] = [*self.blocks, self.norm, self.logits]
         grown = sum(pack_maps(part, kernels) for part in parts)
         for block in self.blocks:
-            if isinstance(block, PreNormBlock):
+            if isinstance(block, SerialBlock):
                 block.join(kernels)
         self.parameter_bytes += grown
         is_here = not self.lm_head.weight.is_meta
@@ -254,8 +253,8 @@ class Trunk:
         if rows is not None and self.embedding.share(rows):
             self.parameter_bytes += rows.weights.nbytes - table.nbytes
         self.lm_head, self.quantization = head, kernels.quantization
-        plain = self._logit_scale == 1.0 and self._logit_softcap is None and self.stages is None
-        self.stack = joined_stack(self.blocks, kernels.blocks, self.embedding, self.norm, head if plain else None)
+        own_head = head if self.stages is None else None
+        self.stack = joined_stack(self.blocks, kernels.blocks, self.embedding, self.norm, own_head, self.logits)
         return True
 
     def embed(self, tokens_T: Tensor) -> Tensor:
@@ -264,12 +263,7 @@ class Trunk:
 
     def head(self, x_RE: Tensor) -> Tensor:
         """Map ``[R, E]`` to float32 logits ``[R, V]``; only the product is in the model's dtype."""
-        logits_RV = self.lm_head(self.norm(x_RE)).float()
-        if self._logit_scale != 1.0:
-            logits_RV.mul_(self._logit_scale)
-        if self._logit_softcap is not None:
-            logits_RV.div_(self._logit_softcap).tanh_().mul_(self._logit_softcap)
-        return logits_RV
+        return self.logits(self.lm_head(self.norm(x_RE)).float())
 
 
 class Decoder(Trunk, Generic[C]):
@@ -353,13 +347,20 @@ def _block(
         return _norm(config, parameters, f"{layer}.{name}")
 
     attention = attention_of(config, layer, spec, parameters)
-    if config.placement == "post":
-        return PostNormBlock(attention, norm("attention_out_norm"), mlp, norm("mlp_out_norm"))
     if config.placement == "parallel":
         return ParallelBlock(norm("attention_norm"), attention, mlp)
-    if config.placement == "sandwich":
-        names = ("attention_out_norm", "mlp_out_norm")
-        return SandwichBlock(norm("attention_norm"), attention, norm("mlp_norm"), mlp, *map(norm, names))
-    if config.residual_scale != 1.0:
-        return ScaledBlock(norm("attention_norm"), attention, norm("mlp_norm"), mlp, config.residual_scale)
-    return PreNormBlock(norm("attention_norm"), attention, norm("mlp_norm"), mlp)
+    return serial_block(config, attention, mlp, norm)
+
+
+def serial_block(config: DecoderConfig, attention: Mixer, mlp: FeedForward, norm: Callable[[str], Norm]) -> SerialBlock:
+    """Build a block with the norms of ``config.placement``; ``norm`` builds one from its name."""
+    before, behind = config.placement != "post", config.placement != "pre"
+    return SerialBlock(
+        norm("attention_norm") if before else None,
+        attention,
+        norm("mlp_norm") if before else None,
+        mlp,
+        norm("attention_out_norm") if behind else None,
+        norm("mlp_out_norm") if behind else None,
+        config.residual_scale,
+    )

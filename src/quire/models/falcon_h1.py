@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from quire.contracts.model import Pass
+from quire.contracts.rows import RowKernels
 from quire.models.bamba import NORMS, SPELLINGS, pass_over_generation, read_mamba_shape
 from quire.models.blocks import FeedForward, Norm
 from quire.models.config_fields import ConfigFields, config_reader
@@ -26,7 +27,7 @@ from quire.models.tensor_names import Names, name_table
 from quire.nn.attention import Attention
 from quire.nn.mamba import Mamba2Mixer
 from quire.nn.mlp import GatedMLP
-from quire.ops.rows import ACTIVATIONS
+from quire.ops.rows import REFERENCE_ROWS
 from quire.weights.places import NameTable
 
 
@@ -59,9 +60,9 @@ class MultipliedMLP(GatedMLP):
 
     def __call__(self, x_TE: Tensor) -> Tensor:
         """Map ``[T, E]`` to a fresh ``[T, E]``."""
-        gate_TF, up_TF = self.gate_up(x_TE).chunk(2, dim=-1)
-        y_TE = self.down(ACTIVATIONS[self.activation](gate_TF.mul_(self.gate_multiplier)).mul_(up_TF))
-        return y_TE.mul_(self.down_multiplier)
+        both_TF = self.gate_up(x_TE)
+        both_TF.chunk(2, dim=-1)[0].mul_(self.gate_multiplier)
+        return self.down(self.row_kernels.gated(both_TF, self.activation)).mul_(self.down_multiplier)
 
 
 @dataclass(slots=True, eq=False)
@@ -74,13 +75,14 @@ class SideBySideBlock:
     mixer: Mamba2Mixer
     mlp_norm: Norm
     mlp: FeedForward
+    row_kernels: RowKernels = REFERENCE_ROWS
 
     def __call__(self, x_TE: Tensor, pass_: Pass) -> Tensor:
         """Map ``[T, E]`` to a fresh ``[T, E]``; leave ``x`` unchanged."""
-        config, n_TE = self.config, self.norm(x_TE)
-        h_TE = torch.add(x_TE, self.mixer(n_TE * config.mixer_in, pass_), alpha=config.mixer_out)
-        h_TE.add_(self.attention(n_TE * config.attention_in, pass_), alpha=config.attention_out)
-        return self.mlp(self.mlp_norm(h_TE)).add_(h_TE)
+        config, rows, n_TE = self.config, self.row_kernels, self.norm(x_TE)
+        m_TE = rows.add_scaled(self.mixer(n_TE * config.mixer_in, pass_), x_TE, config.mixer_out)
+        h_TE = self.attention(n_TE * config.attention_in, pass_)
+        return self.mlp(self.mlp_norm.after_sum(h_TE, m_TE, config.attention_out)).add_(h_TE)
 
 
 @config_reader

@@ -25,9 +25,9 @@ from quire.contracts.layers import LayerSpec, Recurrent
 from quire.contracts.model import Block
 from quire.contracts.ranks import Share
 from quire.models import decoder
-from quire.models.blocks import Mixer, Norm, PreNormBlock, SandwichBlock, ScaledBlock
+from quire.models.blocks import Mixer, Norm, SerialBlock
 from quire.models.config_fields import ConfigFields
-from quire.models.decoder import DecoderConfig, Parameters, Trunk, gated_mlp, linear
+from quire.models.decoder import DecoderConfig, Parameters, Trunk, gated_mlp, linear, serial_block
 from quire.models.mixture import MixtureConfig, mixture_mlp
 from quire.nn.attention import Attention, GatedAttention, HeadGatedAttention, NormedAttention
 from quire.weights.places import Place
@@ -136,9 +136,7 @@ class HybridDecoder(Trunk, Generic[C]):
         return x_TE.float() if self._wide else x_TE
 
 
-def mixed_block(
-    config: C, block: int, ids: LayerIds, parameters: Parameters, *, mixer: MixerBuilder[C]
-) -> PreNormBlock:
+def mixed_block(config: C, block: int, ids: LayerIds, parameters: Parameters, *, mixer: MixerBuilder[C]) -> SerialBlock:
     """Build a block of attention or of ``mixer``, and an MLP or, in a mixture, experts."""
     trunk = config.trunk
     if ids.attention is None:
@@ -146,17 +144,11 @@ def mixed_block(
         part = mixer(config, block, ids.recurrent, parameters)
     else:
         part = attention_of(config, block, ids.attention, parameters)
-    norm, mlp_norm = (norm_of(config, parameters, f"{block}.{name}") for name in ("attention_norm", "mlp_norm"))
     if isinstance(trunk, MixtureConfig):
         mlp = mixture_mlp(trunk, block, parameters)
     else:
         mlp = gated_mlp(trunk, block, parameters)
-    if trunk.placement == "sandwich":
-        outs = (norm_of(config, parameters, f"{block}.{name}") for name in ("attention_out_norm", "mlp_out_norm"))
-        return SandwichBlock(norm, part, mlp_norm, mlp, *outs)
-    if trunk.residual_scale != 1.0:
-        return ScaledBlock(norm, part, mlp_norm, mlp, trunk.residual_scale)
-    return PreNormBlock(norm, part, mlp_norm, mlp)
+    return serial_block(trunk, part, mlp, lambda name: norm_of(config, parameters, f"{block}.{name}"))
 
 
 def _specs(config: HybridConfig, ids: Sequence[LayerIds], dtype: torch.dtype) -> tuple[LayerSpec, ...]:

@@ -31,9 +31,9 @@ class RMSNorm:
         """Map ``[..., E]`` to a fresh contiguous ``[..., E]``."""
         return self.row_kernels.rms_norm(x, self.weight, self.eps)
 
-    def after_sum(self, y_TE: Tensor, x_TE: Tensor) -> Tensor:
-        """Add x to y in place; return the norm of the sum."""
-        return self.row_kernels.add_rms_norm(y_TE, x_TE, self.weight, self.eps)
+    def after_sum(self, y_TE: Tensor, x_TE: Tensor, scale: float = 1.0) -> Tensor:
+        """Make y ``x + scale * y`` in place; return the norm of the sum."""
+        return self.row_kernels.add_rms_norm(y_TE, x_TE, self.weight, self.eps, scale)
 
 
 class LayerNorm:
@@ -51,9 +51,9 @@ class LayerNorm:
         """Map ``[..., E]`` to a fresh contiguous ``[..., E]``."""
         return F.layer_norm(x, self._shape, self.weight, self.bias, self.eps)
 
-    def after_sum(self, y_TE: Tensor, x_TE: Tensor) -> Tensor:
-        """Add x to y in place; return the norm of the sum."""
-        return self(y_TE.add_(x_TE))
+    def after_sum(self, y_TE: Tensor, x_TE: Tensor, scale: float = 1.0) -> Tensor:
+        """Make y ``x + scale * y`` in place; return the norm of the sum."""
+        return self(y_TE.add_(x_TE) if scale == 1.0 else REFERENCE_ROWS.add_scaled(y_TE, x_TE, scale))
 
 
 class LayerNormPerHead:

@@ -50,9 +50,23 @@ class ReferenceRows:
         scale = y.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
         return y.mul_(scale).mul_(weight_E).to(x.dtype)
 
-    def add_rms_norm(self, y_TE: Tensor, x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+    def add_rms_norm(self, y_TE: Tensor, x_TE: Tensor, weight_E: Tensor, eps: float, scale: float = 1.0) -> Tensor:
         """See ``RowKernels``."""
-        return self.rms_norm(y_TE.add_(x_TE), weight_E, eps)
+        total_TE = y_TE.add_(x_TE) if scale == 1.0 else self.add_scaled(y_TE, x_TE, scale)
+        return self.rms_norm(total_TE, weight_E, eps)
+
+    def add_scaled(self, y_TE: Tensor, x_TE: Tensor, scale: float) -> Tensor:
+        """See ``RowKernels``. On CPUs ``torch.add`` with a factor rounds by a value's place in its
+        tensor: a vector's values once, the last ones of a tensor after the product, too."""
+        if not y_TE.is_cpu:
+            return torch.add(x_TE, y_TE, alpha=scale, out=y_TE)
+        if y_TE.dtype in (torch.float32, torch.float64):
+            return y_TE.mul_(scale).add_(x_TE)
+        return y_TE.copy_(y_TE.float().mul_(scale).add_(x_TE))
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        """See ``RowKernels``."""
+        return x.div_(cap).tanh_().mul_(cap)
 
     def gated(self, gate_up: Tensor, activation: ActivationName) -> Tensor:
         """See ``RowKernels``. In bfloat16 and float16 the activation is rounded before the

@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from quire.kernels.attention.cpu_attention import NativeAttention
 from quire.kernels.rows.cpu_rows import NativeRows
 from quire.kv.state import State
-from quire.models.blocks import ParallelBlock, PostNormBlock, PreNormBlock, SandwichBlock
+from quire.models.blocks import ParallelBlock, SerialBlock
 from quire.models.decoder import Decoder
+from quire.models.falcon_h1 import SideBySideBlock
 from quire.models.hybrid_decoder import HybridDecoder
 from quire.models.mamba2 import BareBlock
 from quire.nn.attention import Attention, GatedAttention, GrowingAttention
@@ -26,8 +27,9 @@ from quire.nn.norm import RMSNorm
 from quire.nn.packed import LAYERS, KernelLinear, parts_of
 from quire.nn.short_conv import ShortConv
 
-BLOCKS = (PreNormBlock, PostNormBlock, SandwichBlock, ParallelBlock, BareBlock)
-"""Blocks whose own operations are sums of two values."""
+BLOCKS = (SerialBlock, ParallelBlock, SideBySideBlock, BareBlock)
+"""Blocks whose own operations are products with a factor, and sums by ``RowKernels`` or of two
+values."""
 
 
 def row_dependence(model: object, state: State) -> str:
@@ -39,7 +41,7 @@ def row_dependence(model: object, state: State) -> str:
         return f"{getattr(model, 'architecture', type(model).__name__)} has layers that PyTorch computes"
     if not isinstance(state.parts.paged.backend, NativeAttention) or state.dtype != model.dtype:
         return "attention is not that of the C++ kernels, or K and V have another dtype than the weights"
-    if model._logit_softcap is not None:
+    if model.logits.softcap is not None and not isinstance(model.logits.row_kernels, NativeRows):
         return "PyTorch caps the logits"
     if not isinstance(model.lm_head, KernelLinear) and (model.stages is None or model.stages.is_last):
         return "PyTorch multiplies with the weights of the head"

@@ -26,6 +26,9 @@ struct Block {
     Parallel parallel;
     int64_t types, activation;
     double attention_eps, mlp_eps;
+    // Norms of the outputs of attention and MLP before they are added, and the factor of both. Any of the four norms may be null.
+    const void *attention_out_norm, *mlp_out_norm;
+    double attention_out_eps, mlp_out_eps, scale;
 };
 
 // What a layer of a KV state is made of.
@@ -59,6 +62,7 @@ struct Ends {
     const Linear* rows;
     int64_t vocabulary;
     double eps;
+    double embedding_scale, logit_scale, softcap;  // factors; 0: no cap
 };
 }
 

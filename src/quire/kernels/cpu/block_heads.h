@@ -36,14 +36,14 @@ struct Heads {
                 forward.interleaved, (const W*)layer.q_norm, (const W*)layer.k_norm, (float)layer.head_eps, (T*)layer.k, (T*)layer.v,
                 forward.slots},
           out(heads) {
-        run = quire_begin_linear(&qkv, block.qkv, all, normed, width, rows, threads);
+        run = quire_begin_linear(&qkv, block.qkv, all, norm.weight ? normed : x, width, rows, threads);
         attend = quire_begin_attention(&attention, (const Call*)forward.call, turned, nullptr, layer.k, layer.v, heads, nullptr,
                                        layer.sinks, layer.scale, layer.softcap);
     }
 
     // ``next``, ``second``: the products behind these heads.
     bool go(Worker& worker, const LinearCall* next, const LinearCall* second) {
-        do_rows(norm, worker);
+        if (norm.weight) do_rows(norm, worker);
         worker.expect(next, second);
         if (!multiply(qkv, run, worker)) return false;
         do_rows(place, worker);

@@ -1,4 +1,4 @@
-// The end of a block: projection of the heads, residual sum and norm, gated MLP, residual sum.
+// The end of a block: projection of the heads, residual sum and norm, gated MLP, residual sum. Before the sums may stand norms.
 //
 // Letters: as in block.h.
 
@@ -12,9 +12,9 @@ template <typename T, typename W, typename A>
 struct Tail {
     LinearCall out, gate_up, down;
     Multiply run;
-    AddNorm<T, W> norm;
+    Residual<T, W> norm;
     Gated<T, A> gated;
-    Sum<T> sum;
+    Residual<T, W> sum;
 
     // ``room``: rows * (2 E + 3 F) numbers.
     Tail(const Block& block, T* room, T* y, const T* heads, int64_t heads_stride, const T* x, int64_t rows, int64_t threads)
@@ -23,12 +23,14 @@ struct Tail {
 
     Tail(const Block& block, T* h, T* normed, T* both, T* inside, T* y, const T* heads, int64_t heads_stride, const T* x, int64_t rows,
          int64_t threads)
-        : norm{{rows, piece_of(block.out->outputs)}, normed, h, block.out->outputs, x, block.out->outputs, (const W*)block.mlp_norm,
-               block.out->outputs, (float)block.mlp_eps},
+        : norm{{rows, piece_of(block.out->outputs)}, h, block.out->outputs, x, block.out->outputs, block.out->outputs,
+               (float)block.scale, (const W*)block.attention_out_norm, (float)block.attention_out_eps, normed, (const W*)block.mlp_norm,
+               (float)block.mlp_eps},
           gated{{rows, piece_of(block.down->inputs)}, inside, both, 2 * block.down->inputs, block.down->inputs},
-          sum{{rows, piece_of(block.out->outputs)}, y, h, block.out->outputs} {
+          sum{{rows, piece_of(block.out->outputs)}, y, block.out->outputs, h, block.out->outputs, block.out->outputs,
+              (float)block.scale, (const W*)block.mlp_out_norm, (float)block.mlp_out_eps, nullptr, nullptr, 0.f} {
         run = quire_begin_linear(&out, block.out, h, heads, heads_stride, rows, threads);
-        quire_begin_linear(&gate_up, block.gate_up, both, normed, block.out->outputs, rows, threads);
+        quire_begin_linear(&gate_up, block.gate_up, both, block.mlp_norm ? normed : h, block.out->outputs, rows, threads);
         quire_begin_linear(&down, block.down, y, inside, block.down->inputs, rows, threads);
     }
 

@@ -15,6 +15,7 @@ struct Embed {
     const int64_t* tokens;
     const T* table;
     const Linear* map;  // without a table
+    float scale;
 };
 
 template <typename T>
@@ -32,12 +33,13 @@ INLINE void run_row(const Embed<T>& work, int64_t row) {
     else
         for (int64_t i = 0; i < width; i++)
             put_one(to + i, wide_one((const bfloat16*)work.map->weights + start + i / 2 * 2 * PANEL + 2 * column + i % 2));
+    for (int64_t i = 0; work.scale != 1.f && i < width; i++) put_one(to + i, wide_one(to + i) * work.scale);
 }
 
 // Logits of a piece of a row that are looked at together.
 constexpr int64_t LOOKED_AT = 4096;
 
-// Logits in float32, and the first maximum of each piece: NaN if one of them is no number.
+// Logits in float32, scaled and capped, and the first maximum of each piece: NaN if one of them is no number.
 template <typename T>
 struct Logits {
     Rows rows;  // pieces
@@ -46,7 +48,14 @@ struct Logits {
     int64_t width, pieces;
     float* most;
     int32_t* place;
+    float scale, cap;  // 0: no cap
 };
+
+template <typename T>
+INLINE Lanes end_of(const Logits<T>& work, Lanes value) {
+    value = value * work.scale;
+    return work.cap != 0.f ? capped(value, work.cap) : value;
+}
 
 template <typename T>
 INLINE void run_row(const Logits<T>& work, int64_t item) {
@@ -58,7 +67,7 @@ INLINE void run_row(const Logits<T>& work, int64_t item) {
     Bits none = {};
     int64_t i = 0;
     for (; i + LANES <= count; i += LANES, here += LANES) {
-        const Lanes value = wide(x + i);
+        const Lanes value = end_of(work, wide(x + i));
         put(out + i, value);
         none |= no_number(value);
         const Bits more = negative(most - value + 0.f);  // + 0: the zeros are equal
@@ -72,7 +81,7 @@ INLINE void run_row(const Logits<T>& work, int64_t item) {
         if (most[j] > best || (most[j] == best && at[j] < place)) best = most[j], place = at[j];
     }
     for (; i < count; i++) {
-        out[i] = wide_one(x + i);
+        out[i] = lane(end_of(work, wide_one(x + i) - Lanes{}), 0);
         bad |= out[i] != out[i];
         if (out[i] > best) best = out[i], place = (int32_t)i;
     }
@@ -100,10 +109,10 @@ struct Edges {
         : Edges(ends, room, (T*)(room + 2 * rows * pieces(ends)), ends.head->inputs, out, tokens, rows, threads) {}
 
     Edges(const Ends& ends, float* most, T* x, int64_t width, float* out, const int64_t* tokens, int64_t rows, int64_t threads)
-        : embed{{rows, piece_of(width)}, x, tokens, (const T*)ends.table, ends.rows},
+        : embed{{rows, piece_of(width)}, x, tokens, (const T*)ends.table, ends.rows, (float)ends.embedding_scale},
           norm{{rows, piece_of(width)}, x + rows * width, x, width, (const W*)ends.norm, width, (float)ends.eps},
           logits{{rows * pieces(ends), 1}, out, sizeof(T) < sizeof(float) ? x + 2 * rows * width : (const T*)out, ends.head->outputs,
-                 pieces(ends), most, (int32_t*)(most + rows * pieces(ends))} {
+                 pieces(ends), most, (int32_t*)(most + rows * pieces(ends)), (float)ends.logit_scale, (float)ends.softcap} {
         run = quire_begin_linear(&head, ends.head, (void*)logits.x, norm.out, width, rows, threads);
     }
 

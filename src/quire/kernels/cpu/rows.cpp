@@ -12,6 +12,9 @@ int best_level() {
 int best_level() { return 0; }
 #endif
 
+// Numbers of a piece that a thread caps at a time.
+constexpr int64_t CAPPED = 4096;
+
 template <typename Work>
 void run(Work& work, int64_t threads, Parallel parallel) {
     run_on(threads, runner<Work>(), &work, parallel);
@@ -25,10 +28,10 @@ void norm(void* out, const void* x, int64_t stride, const void* weight, int64_t 
 }
 
 template <typename T, typename W>
-void add_norm(void* out, void* y, int64_t y_stride, const void* x, int64_t x_stride, const void* weight, int64_t count,
+void add_norm(void* out, void* y, int64_t y_stride, const void* x, int64_t x_stride, float scale, const void* weight, int64_t count,
               int64_t width, float eps, int64_t threads, Parallel parallel) {
-    AddNorm<T, W> work = {{count, piece_of(width)}, (T*)out, (T*)y, y_stride, (const T*)x, x_stride, (const W*)weight,
-                          width, eps};
+    Residual<T, W> work = {{count, piece_of(width)}, (T*)y, y_stride, (const T*)x, x_stride, width, scale, nullptr, 0.f, (T*)out,
+                           (const W*)weight, eps};
     run(work, threads, parallel);
 }
 
@@ -66,11 +69,17 @@ void quire_rms_norm(int64_t types, void* out, const void* x, int64_t stride, con
                   : norm<bfloat16, float>)(out, x, stride, weight, count, width, eps, threads, parallel);
 }
 
-void quire_add_rms_norm(int64_t types, void* out, void* y, int64_t y_stride, const void* x, int64_t x_stride, const void* weight,
-                        int64_t count, int64_t width, float eps, int64_t threads, Parallel parallel) {
+// y becomes x + scale * y. ``weight`` null: no norm, nor ``out``.
+void quire_add_rms_norm(int64_t types, void* out, void* y, int64_t y_stride, const void* x, int64_t x_stride, float scale,
+                        const void* weight, int64_t count, int64_t width, float eps, int64_t threads, Parallel parallel) {
     (types == 0   ? add_norm<float, float>
      : types == 1 ? add_norm<bfloat16, bfloat16>
-                  : add_norm<bfloat16, float>)(out, y, y_stride, x, x_stride, weight, count, width, eps, threads, parallel);
+                  : add_norm<bfloat16, float>)(out, y, y_stride, x, x_stride, scale, weight, count, width, eps, threads, parallel);
+}
+
+void quire_soft_cap(float* x, int64_t count, float cap, int64_t threads, Parallel parallel) {
+    SoftCap work = {{(count + CAPPED - 1) / CAPPED, 1}, x, CAPPED, count, cap};
+    run(work, threads, parallel);
 }
 
 // ``activation``: 0 silu, 1 gelu, 2 gelu_tanh.

@@ -71,6 +71,18 @@ INLINE Lanes activated(Gelu, Lanes x) {
     return x * chosen(negative(x), tail, 1.f - tail);
 }
 
+// The hyperbolic tangent: an odd polynomial of degree 11 below 0.625 (Cephes), beyond that by e^2x. Off by 3 units in the last place.
+INLINE Lanes tanh_of(Lanes x) {
+    const Bits sign = (Bits)x & 0x80000000u;
+    const Lanes size = (Lanes)((Bits)x & 0x7fffffffu), square = size * size;
+    Lanes p = square * -5.70498872745e-3f + 2.06390887954e-2f;
+    p = p * square - 5.37397155531e-2f;
+    p = p * square + 1.33314422036e-1f;
+    p = p * square - 3.33332819422e-1f;
+    const Lanes small = p * square * size + size, large = 1.f - 2.f / (exp_of(size + size) + 1.f);
+    return (Lanes)((Bits)chosen(negative(size - 0.625f), small, large) | sign);
+}
+
 template <typename T>
 INLINE float squares(const T* x, int64_t count) {
     Lanes sums[4] = {};
@@ -126,43 +138,55 @@ INLINE void run_row(const Norm<T, W>& work, int64_t row) {
     write_norm(work.out + row * work.width, work.x + row * work.stride, work.weight, work.width, work.eps);
 }
 
+// y becomes x + scale * y, or x + scale * norm(y); ``out`` a norm of the sum.
 template <typename T, typename W>
-struct AddNorm {
+struct Residual {
     Rows rows;
-    T *out, *y;
+    T* y;
     int64_t y_stride;
     const T* x;
-    int64_t x_stride;
-    const W* weight;
-    int64_t width;
+    int64_t x_stride, width;
+    float scale;
+    const W* own;  // weight of y's norm, or null
+    float own_eps;
+    T* out;
+    const W* weight;  // of the sum's norm, or null: no ``out``
     float eps;
 };
 
 template <typename T, typename W>
-INLINE void run_row(const AddNorm<T, W>& work, int64_t row) {
+INLINE void run_row(const Residual<T, W>& work, int64_t row) {
     T* y = work.y + row * work.y_stride;
     const T* x = work.x + row * work.x_stride;
+    if (work.own) write_norm(y, y, work.own, work.width, work.own_eps);
     int64_t i = 0;
-    for (; i + LANES <= work.width; i += LANES) put(y + i, wide(y + i) + wide(x + i));
-    for (; i < work.width; i++) put_one(y + i, wide_one(y + i) + wide_one(x + i));
-    write_norm(work.out + row * work.width, y, work.weight, work.width, work.eps);
+    for (; i + LANES <= work.width; i += LANES) put(y + i, wide(y + i) * work.scale + wide(x + i));
+    for (; i < work.width; i++) put_one(y + i, wide_one(y + i) * work.scale + wide_one(x + i));
+    if (work.weight) write_norm(work.out + row * work.width, y, work.weight, work.width, work.eps);
 }
 
-template <typename T>
-struct Sum {
-    Rows rows;
-    T* y;
-    const T* x;
-    int64_t width;
+INLINE Lanes capped(Lanes x, float cap) { return tanh_of(x / cap) * cap; }
+
+// A piece of a row becomes cap * tanh(x / cap).
+struct SoftCap {
+    Rows rows;  // pieces
+    float* x;
+    int64_t width;  // of a piece; the last one may have less
+    int64_t count;
+    float cap;
 };
 
-template <typename T>
-INLINE void run_row(const Sum<T>& work, int64_t row) {
-    T* y = work.y + row * work.width;
-    const T* x = work.x + row * work.width;
-    int64_t i = 0;
-    for (; i + LANES <= work.width; i += LANES) put(y + i, wide(y + i) + wide(x + i));
-    for (; i < work.width; i++) put_one(y + i, wide_one(y + i) + wide_one(x + i));
+// All numbers take one code, since which are the last ones of a piece depends on how many rows there are.
+INLINE void run_row(const SoftCap& work, int64_t piece) {
+    float *x = work.x + piece * work.width, few[LANES] = {};
+    const int64_t left = work.count - piece * work.width, width = left < work.width ? left : work.width;
+    for (int64_t i = 0; i < width; i += LANES) {
+        const int64_t rest = width - i;
+        float* at = rest < LANES ? few : x + i;
+        if (rest < LANES) copy(few, x + i, rest);
+        put(at, capped(wide(at), work.cap));
+        if (rest < LANES) copy(x + i, few, rest);
+    }
 }
 
 template <typename T, typename A>

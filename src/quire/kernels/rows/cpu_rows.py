@@ -46,8 +46,9 @@ class NativeRows(ReferenceRows):
         )
         self._add_rms_norm = library.function(
             "quire_add_rms_norm",
-            *(number, pointer, pointer, number, pointer, number, pointer, number, number, real, *end),
+            *(number, pointer, pointer, number, pointer, number, real, pointer, number, number, real, *end),
         )
+        self._soft_cap = library.function("quire_soft_cap", pointer, number, real, *end)
         self._gated = library.function("quire_gated", number, number, pointer, pointer, *[number] * 3, *end)
         self._place_qkv = library.function(
             "quire_place_qkv",
@@ -81,23 +82,37 @@ class NativeRows(ReferenceRows):
         )
         return out
 
-    def add_rms_norm(self, y_TE: Tensor, x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+    def add_rms_norm(self, y_TE: Tensor, x_TE: Tensor, weight_E: Tensor, eps: float, scale: float = 1.0) -> Tensor:
         """See ``RowKernels``."""
         types, shape = TYPES.get((y_TE.dtype, weight_E.dtype)), y_TE.shape
-        if (
-            types is None
-            or not (y_TE.is_contiguous() and y_TE.is_cpu and x_TE.is_contiguous())
-            or x_TE.dtype != y_TE.dtype
-            or not shape == x_TE.shape == (shape[0], weight_E.shape[0])
-        ):
-            return super().add_rms_norm(y_TE, x_TE, weight_E, eps)
+        if types is None or not _add(y_TE, x_TE) or shape != (shape[0], weight_E.shape[0]):
+            return super().add_rms_norm(y_TE, x_TE, weight_E, eps, scale)
         count, width = shape
         out = torch.empty_like(y_TE)
         self._add_rms_norm(
-            *(types, out.data_ptr(), y_TE.data_ptr(), width, x_TE.data_ptr(), width, weight_E.data_ptr()),
+            *(types, out.data_ptr(), y_TE.data_ptr(), width, x_TE.data_ptr(), width, scale, weight_E.data_ptr()),
             *(count, width, eps, threads_for(count * width), self._parallel),
         )
         return out
+
+    def add_scaled(self, y_TE: Tensor, x_TE: Tensor, scale: float) -> Tensor:
+        """See ``RowKernels``."""
+        types = TYPES.get((y_TE.dtype, y_TE.dtype))
+        if types is None or not _add(y_TE, x_TE):
+            return super().add_scaled(y_TE, x_TE, scale)
+        count, width = y_TE.shape
+        self._add_rms_norm(
+            *(types, None, y_TE.data_ptr(), width, x_TE.data_ptr(), width, scale, None),
+            *(count, width, 0.0, threads_for(count * width), self._parallel),
+        )
+        return y_TE
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        """See ``RowKernels``."""
+        if x.dtype != torch.float32 or not (x.is_cpu and x.is_contiguous()):
+            return super().soft_cap(x, cap)
+        self._soft_cap(x.data_ptr(), x.numel(), cap, threads_for(x.numel()), self._parallel)
+        return x
 
     def gated(self, gate_up: Tensor, activation: ActivationName) -> Tensor:
         """See ``RowKernels``."""
@@ -157,6 +172,12 @@ class NativeRows(ReferenceRows):
             *(k_SHD.data_ptr(), v_SHD.data_ptr(), slots_T.data_ptr(), threads_for(count * columns), self._parallel),
         )
         return out
+
+
+def _add(y_TE: Tensor, x_TE: Tensor) -> bool:
+    """Return True if C++ can add rows to others in place."""
+    alike = y_TE.dim() == 2 and x_TE.shape == y_TE.shape and x_TE.dtype == y_TE.dtype
+    return alike and y_TE.is_cpu and y_TE.is_contiguous() and x_TE.is_contiguous()
 
 
 def threads_for(numbers: int) -> int:

@@ -25,11 +25,11 @@ LEAST_SCALE = tl.constexpr(1.1754943508222875e-38)
 
 @triton.jit(do_not_specialize=["count"])
 def norm_rows(
-    out, y, x, weight, count, inner, y_outer, y_inner, x_outer, x_inner, eps,
+    out, y, x, weight, count, inner, y_outer, y_inner, x_outer, x_inner, eps, scale,
     WIDTH: tl.constexpr, W: tl.constexpr, R: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """Norm rows of y; with ``ADD`` add rows of x to them first, in place. Row r is at ``r //
-    inner`` outer strides plus ``r % inner`` inner strides."""
+    """Norm rows of y; with ``ADD`` these become ``x + scale * y`` first, in place. Row r is at ``r
+    // inner`` outer strides plus ``r % inner`` inner strides."""
     row_R = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     w = tl.arange(0, W)
     held_RW = (row_R < count)[:, None] & (w < WIDTH)[None, :]
@@ -37,7 +37,8 @@ def norm_rows(
     y_RW = tl.load(place_RW, mask=held_RW, other=0.0).to(tl.float32)
     if ADD:
         other_RW = x + ((row_R // inner) * x_outer + (row_R % inner) * x_inner)[:, None] + w[None, :]
-        total_RW = (y_RW + tl.load(other_RW, mask=held_RW, other=0.0).to(tl.float32)).to(y.dtype.element_ty)
+        x_RW = tl.load(other_RW, mask=held_RW, other=0.0).to(tl.float32)
+        total_RW = (y_RW * scale + x_RW).to(y.dtype.element_ty)
         tl.store(place_RW, total_RW, mask=held_RW)
         y_RW = total_RW.to(tl.float32)
     mean_R = tl.sum(y_RW * y_RW, 1) / WIDTH

@@ -42,12 +42,12 @@ class TritonRows(ReferenceRows):
             return super().rms_norm(x, weight_E, eps)
         return _normed(x, None, weight_E, eps)
 
-    def add_rms_norm(self, y_TE: Tensor, x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+    def add_rms_norm(self, y_TE: Tensor, x_TE: Tensor, weight_E: Tensor, eps: float, scale: float = 1.0) -> Tensor:
         """See ``RowKernels``."""
         fits = y_TE.dim() == 2 and y_TE.shape == x_TE.shape and 0 < y_TE.shape[1] == weight_E.shape[0] <= WIDEST
         if not fits or not _known(y_TE, weight_E) or x_TE.dtype != y_TE.dtype or y_TE.stride(1) != 1:
-            return super().add_rms_norm(y_TE, x_TE, weight_E, eps)
-        return _normed(y_TE, x_TE if x_TE.stride(1) == 1 else x_TE.contiguous(), weight_E, eps)
+            return super().add_rms_norm(y_TE, x_TE, weight_E, eps, scale)
+        return _normed(y_TE, x_TE if x_TE.stride(1) == 1 else x_TE.contiguous(), weight_E, eps, scale)
 
     def gated(self, gate_up: Tensor, activation: ActivationName) -> Tensor:
         """See ``RowKernels``."""
@@ -168,8 +168,8 @@ def _known(x: Tensor, *weights: Tensor) -> bool:
     return x.is_cuda or not triton_problem(x.device)
 
 
-def _normed(y: Tensor, x: Tensor | None, weight_E: Tensor, eps: float) -> Tensor:
-    """Return the norms of the rows of y, after adding the rows of x (None: nothing) in place."""
+def _normed(y: Tensor, x: Tensor | None, weight_E: Tensor, eps: float, scale: float = 1.0) -> Tensor:
+    """Return the norms of the rows of y. With x these become ``x + scale * y`` first, in place."""
     from quire.kernels.rows.row_programs import norm_rows
 
     width = y.shape[-1]
@@ -186,7 +186,7 @@ def _normed(y: Tensor, x: Tensor | None, weight_E: Tensor, eps: float) -> Tensor
     with on_device_of(y):
         norm_rows[(-(-count // rows),)](
             out, y, y if x is None else x, weight_E.contiguous(), count, inner, y_outer, y_inner, x_outer, x_inner, float(eps),
-            WIDTH=width, W=columns, R=rows, ADD=x is not None,
+            float(scale), WIDTH=width, W=columns, R=rows, ADD=x is not None,
             num_warps=4 if columns <= 2048 else 8 if columns <= 8192 else 16,
         )  # fmt: skip
     return out
