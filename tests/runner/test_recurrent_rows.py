@@ -71,7 +71,7 @@ def logits_of(model: LoadedModel, prompts: list[list[int]], cuts: list[list[int]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["mamba2", "bamba", "bamba-biases", "lfm2", "lfm2-biases-untied"])
+@pytest.mark.parametrize("name", ["mamba2", "bamba", "bamba-biases", "lfm2", "lfm2-biases-untied", "lfm3", "qwen3.5"])
 def test_rows_are_the_same_in_any_batch(name: str, dtype: str, tmp_path: Path) -> None:
     model = loaded(make_checkpoint(named(name), tmp_path).path, dtype)
     assert row_dependence(model, state_of(model)) == ""
@@ -86,7 +86,7 @@ def test_rows_are_the_same_in_any_batch(name: str, dtype: str, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("name", "part"),
     [
-        ("qwen3.5", "GatedAttention"),
+        ("qwen3-next", "Mixture"),
         ("falcon-h1", "SideBySideBlock"),
         ("mamba2-gelu-narrow", "Mamba2Mixer"),
         ("granite-4-dense", "ScaledBlock"),
