@@ -17,9 +17,7 @@ from tests.kernels.test_native_mixers import LAYERS as EVERY_LAYER
 from tests.kernels.test_native_mixers import PLANS, Inputs, Layer, chains, drawn_inputs, trees
 from torch import Tensor
 
-from quire.contracts.attention import Scoring
 from quire.contracts.block_calls import ModelEnds, NormWeight, StackParts
-from quire.contracts.kv_format import PlainRows
 from quire.contracts.layers import FullAttention, RopeSpec
 from quire.contracts.linear import WeightForm
 from quire.contracts.recurrence import RecurrencePlan, StackPools, StackStates

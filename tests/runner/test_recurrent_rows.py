@@ -21,6 +21,7 @@ from quire.kv.formats import kv_format
 from quire.kv.state import State
 from quire.models.families import LoadedModel
 from quire.models.loading import load_model
+from quire.ops.rows import REFERENCE_ROWS
 from quire.runner.local import LocalRunner
 from quire.runner.row_dependence import row_dependence
 
@@ -94,6 +95,16 @@ def test_rows_are_the_same_in_any_batch(name: str, dtype: str, tmp_path: Path) -
 )
 def test_what_pytorch_computes_is_named(name: str, part: str, tmp_path: Path) -> None:
     model = loaded(make_checkpoint(named(name), tmp_path).path, "float32")
+    assert part in row_dependence(model, state_of(model))
+
+
+@pytest.mark.parametrize(("name", "part"), [("qwen3.5", "GatedAttention"), ("lfm3", "HeadGatedAttention")])
+def test_gates_that_pytorch_computes_are_named(name: str, part: str, tmp_path: Path) -> None:
+    model = loaded(make_checkpoint(named(name), tmp_path).path, "float32")
+    assert row_dependence(model, state_of(model)) == ""
+    for block in model.blocks:
+        if hasattr(block.attention, "row_kernels"):  # type: ignore[attr-defined]
+            block.attention.row_kernels = REFERENCE_ROWS  # type: ignore[attr-defined]
     assert part in row_dependence(model, state_of(model))
 
 

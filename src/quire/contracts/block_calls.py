@@ -163,8 +163,8 @@ class BlockKernel(Protocol):
         """Return the end of a block as one call."""
 
     def whole(self, norm: NormWeight, qkv: LinearMap, tail: BlockTail, *, gated: bool = False) -> WholeBlock | None:
-        """Return a block with attention and this end as one call. ``gated``: in ``qkv`` each query
-        head's gate follows it, of its size, and multiplies its output by ``RowKernels.gate_heads``."""
+        """Return a block with attention and this end as one call. ``gated``: each query head of
+        ``qkv`` is followed by a gate of its size, for ``RowKernels.gate_heads``."""
 
     def mixed(
         self, norm: NormWeight, project: LinearMap, rates: LinearMap | None, mixer: MixerCall, tail: BlockTail

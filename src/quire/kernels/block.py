@@ -2,8 +2,8 @@
 
 A decode of few sequences is many short calls. Each costs microseconds of Python and the beginning
 and end of a parallel region; one call saves these. The parts are the code of
-``linear.cpu_linear``, ``rows.cpu_rows`` and ``attention.cpu_attention``, so every number is the
-same to the bit.
+``linear.cpu_linear``, ``rows.cpu_rows``, ``attention.cpu_attention`` and
+``recurrence.cpu_recurrence``, so every number is the same to the bit.
 
 Letters: as in ``contracts.block_calls``.
 """

@@ -12,6 +12,7 @@ from functools import cache
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.contracts.recurrence import GatedNormWeight, RecurrentParts, StackStates, StateSizes, StepRates
@@ -24,6 +25,10 @@ CONVOLUTION, DELTA_RULE, SSD = range(3)
 MOST_TAPS, MOST_KEYS = 8, 256
 """``cpu/recurrence.h`` has the same."""
 
+MOST_DECODES = 64
+"""Most sequences of decodes whose constant arrays are shared."""
+_COUNT, _NONE = np.arange(MOST_DECODES + 1), np.full(MOST_DECODES, -1)
+_COUNT_PLACE, _NONE_PLACE = _COUNT.ctypes.data, _NONE.ctypes.data
 _POINTER, _NUMBER, _REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 
 
@@ -56,6 +61,21 @@ class _Bound:
     def __init__(self, parts: RecurrentParts | StackStates) -> None:
         plan = self.plan = parts.plan
         self.sources_G, self.targets_M = parts.sources_G, parts.targets_M
+        self._held: tuple[NDArray[np.int64], ...] = ()
+        rows = len(plan.wanted)
+        if rows <= MOST_DECODES and plan.chains and np.array_equal(plan.starts, _COUNT[: rows + 1]):
+            # One row for each sequence: row i comes behind given state i.
+            self.native = _Forward(
+                rows,
+                rows,
+                _COUNT_PLACE,
+                _NONE_PLACE,
+                _COUNT_PLACE,
+                parts.sources_G.data_ptr(),
+                parts.targets_M.data_ptr(),
+            )
+            self.place = ctypes.addressof(self.native)
+            return
         slots_T = np.full(plan.num_rows, -1, dtype=np.int64)
         slots_T[plan.wanted] = parts.targets_M.numpy()
         arrays = [np.ascontiguousarray(one, dtype=np.int64) for one in (plan.starts, plan.parents, plan.given)]
