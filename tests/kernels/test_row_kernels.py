@@ -322,6 +322,34 @@ def test_gates_of_what_is_no_number(kernels: RowKernels, dtype: torch.dtype, act
         torch.testing.assert_close(kernels.gated(row, activation)[0], expected.to(dtype), equal_nan=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_gates_of_heads(kernels: RowKernels, dtype: torch.dtype) -> None:
+    for (width, count), heads, one in itertools.product(itertools.product(WIDTHS, COUNTS), (1, 3), (False, True)):
+        out_THD, gate = drawn(count, heads, width, dtype=dtype, seed=width), drawn(count, heads, 2 * width, dtype=dtype)
+        gate = gate[..., :1] if one else gate[..., width:]
+        exact = out_THD.double() * torch.sigmoid(gate.double())
+        # The power is off by two units in the last place; sum and quotient by half of one each.
+        off = exact.abs() * 4 * SINGLE
+        if not isinstance(kernels, NativeRows) or dtype == torch.float16:
+            # PyTorch rounds the sigmoid.
+            off = (
+                off + exact.abs() * torch.finfo(dtype).eps + out_THD.double().abs() * torch.finfo(dtype).smallest_normal
+            )
+        found = kernels.gate_heads(out_THD, gate)
+        assert found is out_THD
+        assert_near(found, exact, off)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gates_of_heads_of_what_is_no_number(kernels: RowKernels, dtype: torch.dtype) -> None:
+    gate = torch.tensor([math.nan, math.inf, -math.inf, 200.0, -200.0, 0.0], dtype=dtype).repeat(3).view(1, 1, -1)
+    expected = torch.tensor([math.nan, 2, 0, 2, 0, 1], dtype=dtype).repeat(3).view(1, 1, -1)
+    found = kernels.gate_heads(torch.full_like(gate, 2.0), gate)
+    torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0, equal_nan=True)
+    bad = torch.tensor([math.nan, math.inf, -math.inf], dtype=dtype).view(1, 1, 3)
+    torch.testing.assert_close(kernels.gate_heads(bad.clone(), torch.zeros(1, 1, 1, dtype=dtype)), bad, equal_nan=True)
+
+
 # -- rotation --------------------------------------------------------------------------------------
 
 
@@ -454,6 +482,8 @@ def test_rows_are_the_same_in_any_batch_to_the_bit(dtype: torch.dtype, level: in
         scaled_norms = kernels.add_rms_norm(scaled, x, weight_E, EPS, 0.22)
         capped = kernels.soft_cap(h.clone().float(), 2.0)
         gates = [kernels.gated(h, name) for name in ("silu", "gelu", "gelu_tanh")]
+        heads_THD, head_gates = y.view(37, 1, width), h.view(37, 1, 2 * width)[..., width:]
+        opened_THD = kernels.gate_heads(heads_THD.clone(), head_gates)
         for row in (slice(0, 1), slice(36, 37), slice(3, 20)):
             assert torch.equal(kernels.rms_norm(x[row], weight_E, EPS), normed[row])
             one = y[row].clone()
@@ -464,6 +494,7 @@ def test_rows_are_the_same_in_any_batch_to_the_bit(dtype: torch.dtype, level: in
             assert torch.equal(one, scaled[row])
             assert torch.equal(kernels.add_scaled(y[row].clone(), x[row], 0.22), scaled[row])
             assert torch.equal(kernels.soft_cap(h[row].clone().float(), 2.0), capped[row])
+            assert torch.equal(kernels.gate_heads(heads_THD[row].clone(), head_gates[row]), opened_THD[row])
             for name, gate in zip(("silu", "gelu", "gelu_tanh"), gates, strict=True):
                 assert torch.equal(kernels.gated(h[row], name), gate[row])
         case = Case(dtype, count=17, dk=width % 100 * 2, rotary=width % 100, dv=3, norms=dtype)

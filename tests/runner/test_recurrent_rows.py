@@ -23,6 +23,7 @@ from quire.kv.formats import kv_format
 from quire.kv.state import State
 from quire.models.families import LoadedModel
 from quire.models.loading import load_model
+from quire.ops.rows import REFERENCE_ROWS
 from quire.runner.local import LocalRunner
 from quire.runner.row_dependence import row_dependence
 
@@ -34,7 +35,7 @@ DENSE = (
     *("granite", "granite-biases", "glm4"),
 )
 HYBRIDS = (
-    *("mamba2", "bamba", "bamba-biases", "lfm2", "lfm2-biases-untied"),
+    *("mamba2", "bamba", "bamba-biases", "lfm2", "lfm2-biases-untied", "lfm3", "qwen3.5"),
     *("granite-4-dense", "falcon-h1", "falcon-h1-normed", "falcon-h1-biases-plain"),
 )
 
@@ -106,13 +107,23 @@ def test_rows_are_the_same_in_any_batch(name: str, dtype: str, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("name", "part"),
     [
-        ("qwen3.5", "GatedAttention"),
+        ("qwen3-next", "Mixture"),
         ("mamba2-gelu-narrow", "Mamba2Mixer"),
         ("granite-4", "MixtureOfExperts"),
     ],
 )
 def test_what_pytorch_computes_is_named(name: str, part: str, tmp_path: Path) -> None:
     model = loaded(make_checkpoint(named(name), tmp_path).path, "float32")
+    assert part in row_dependence(model, state_of(model))
+
+
+@pytest.mark.parametrize(("name", "part"), [("qwen3.5", "GatedAttention"), ("lfm3", "HeadGatedAttention")])
+def test_gates_that_pytorch_computes_are_named(name: str, part: str, tmp_path: Path) -> None:
+    model = loaded(make_checkpoint(named(name), tmp_path).path, "float32")
+    assert row_dependence(model, state_of(model)) == ""
+    for block in model.blocks:
+        if hasattr(block.attention, "row_kernels"):  # type: ignore[attr-defined]
+            block.attention.row_kernels = REFERENCE_ROWS  # type: ignore[attr-defined]
     assert part in row_dependence(model, state_of(model))
 
 

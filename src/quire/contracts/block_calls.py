@@ -18,7 +18,7 @@ from quire.contracts.attention import Scoring
 from quire.contracts.kv_format import KVView
 from quire.contracts.layers import RopeSpec
 from quire.contracts.linear import BlockRows, CodeRows, LinearKernel, LinearMap, Quantization
-from quire.contracts.recurrence import MixerKernel
+from quire.contracts.recurrence import MixerCall, MixerKernel, RecurrentParts, StackStates
 from quire.contracts.rows import ActivationName, HeadNormWeights, Rotation, RowKernels
 
 
@@ -32,10 +32,13 @@ class AttentionParts(NamedTuple):
 
 
 class StackParts(NamedTuple):
-    """``AttentionParts`` of blocks that run one after the other, int64 ``[blocks]`` each."""
+    """What a call over blocks that run one after the other needs of a KV state."""
 
     layers: NDArray[np.int64]
     forwards: NDArray[np.int64]
+    """``AttentionParts`` of the blocks with attention, int64, in their order."""
+    states: StackStates | None = None
+    """Those of the blocks with a mixer; None: there are none."""
 
 
 class DecodeForwards(Protocol):
@@ -136,10 +139,11 @@ class WholeBlock(Protocol):
     def takes(self, x_TE: Tensor) -> bool:
         """Return True if the call supports such rows. For others run the parts one by one."""
 
-    def __call__(self, x_TE: Tensor, attention: AttentionParts) -> Tensor:
-        """Return a fresh result of the block's end over the heads ``attention(qkv(norm(x)))``, and
-        write K and V to the layer's pools. Each number is the same to the bit as from the parts one
-        by one."""
+    def __call__(self, x_TE: Tensor, parts: AttentionParts | RecurrentParts) -> Tensor:
+        """Return a fresh result of the block's end over the heads ``attention(qkv(norm(x)))`` or
+        ``mixer(projection(norm(x)))``, and write K and V, or states, to the layer's pools.
+        ``parts``: of the kind that the block has. Each number is the same to the bit as from the
+        parts one by one."""
 
 
 class BlockStack(Protocol):
@@ -153,14 +157,13 @@ class BlockStack(Protocol):
     def takes(self, x_TE: Tensor) -> bool:
         """Return True if the call supports such rows."""
 
-    def __call__(self, x_TE: Tensor, attention: StackParts) -> Tensor:
-        """Return a fresh result of the last block; ``attention`` is for all blocks, in their
-        order."""
+    def __call__(self, x_TE: Tensor, parts: StackParts) -> Tensor:
+        """Return a fresh result of the last block; ``parts`` is for all blocks."""
 
-    def outputs(self, x_TE: Tensor, attention: StackParts, blocks: Sequence[int]) -> list[Tensor]:
+    def outputs(self, x_TE: Tensor, parts: StackParts, blocks: Sequence[int]) -> list[Tensor]:
         """Return fresh results of these blocks, ascending; those behind the last one do not run."""
 
-    def model(self, tokens: NDArray[np.int64], attention: StackParts) -> RowLogits:
+    def model(self, tokens: NDArray[np.int64], parts: StackParts) -> RowLogits:
         """Return the logits of a whole model of the blocks and their ``ModelEnds``. Each number is
         the same to the bit as from the parts one by one. ``IndexError``: a token outside of the
         vocabulary."""
@@ -174,8 +177,18 @@ class BlockKernel(Protocol):
     ) -> BlockTail | None:
         """Return the end of a block as one call."""
 
-    def whole(self, norm: NormWeight | None, qkv: LinearMap, tail: BlockTail) -> WholeBlock | None:
-        """Return a block with this end as one call; ``norm``: before attention, None: none."""
+    def whole(
+        self, norm: NormWeight | None, qkv: LinearMap, tail: BlockTail, *, gated: bool = False
+    ) -> WholeBlock | None:
+        """Return a block with attention and this end as one call. ``norm``: before attention, None:
+        none. ``gated``: each query head of ``qkv`` is followed by a gate of its size, for
+        ``RowKernels.gate_heads``."""
+
+    def mixed(
+        self, norm: NormWeight, project: LinearMap, rates: LinearMap | None, mixer: MixerCall, tail: BlockTail
+    ) -> WholeBlock | None:
+        """Return a block with a recurrent layer and this end as one call. ``project``, ``rates``:
+        the maps to what ``mixer`` takes."""
 
     def stack(self, blocks: Sequence[WholeBlock], ends: ModelEnds | None) -> BlockStack | None:
         """Return consecutive blocks as one call, if possible including a model's ``ends``."""

@@ -113,11 +113,15 @@ class OpenPass(Pass, Protocol):
         ``capture_weights``."""
 
     def stack_parts(
-        self, layers: tuple[tuple[int, HeadNormWeights | None], ...], dtype: torch.dtype
+        self,
+        layers: tuple[tuple[int, HeadNormWeights | None], ...],
+        dtype: torch.dtype,
+        recurrent: tuple[int, ...] = (),
     ) -> StackParts | None:
-        """Return ``attention_parts`` of layers that run with nothing in between; None if a layer
-        has none, or may have to be waited for, or if rows were left out. Models pass the same tuple
-        in each forward, for which constant results are cached."""
+        """Return ``attention_parts`` of ``layers`` and ``recurrent_parts`` of recurrent ones, which
+        run with nothing in between; None if a layer has none, or may have to be waited for, or if
+        rows were left out. Models pass the same tuples in each forward, for which constant results
+        are cached."""
 
     def use_mask(self, mask: Tensor) -> None:
         """Use one mask in all layers: flat bool, per entry ``[n, keys]``, columns by address."""

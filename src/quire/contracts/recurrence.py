@@ -155,6 +155,26 @@ class RecurrentParts(NamedTuple):
     targets."""
 
 
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class StackPools:
+    """The pools of several layers of a KV state. Kernels may remember by this object what they make
+    of them, without keeping it alive."""
+
+    of_layers: tuple[tuple[Tensor, ...], ...]
+    """As in ``RecurrentParts``."""
+
+
+class StackStates(NamedTuple):
+    """The states of several layers in a forward, for one call over all of them."""
+
+    plan: RecurrencePlan
+    sources_G: Tensor
+    targets_M: Tensor
+    """As in ``RecurrentParts``."""
+    pools: StackPools
+    """The same object in every forward over these layers of a state."""
+
+
 class StateSizes(NamedTuple):
     """Sizes of a state ``[H, K, V]``, and the number of heads of keys."""
 

@@ -56,6 +56,10 @@ class RowKernels(Protocol):
     def gated(self, gate_up: Tensor, activation: ActivationName) -> Tensor:
         """Map ``[..., 2F]``, gate first, to a fresh ``activation(gate) * up``, ``[..., F]``."""
 
+    def gate_heads(self, out_THD: Tensor, gate: Tensor) -> Tensor:
+        """Multiply contiguous heads by ``sigmoid(gate)`` in place; return them. ``gate [T, H, D]``,
+        or ``[T, H, 1]``."""
+
     def rope_and_write_kv(
         self,
         qkv_TC: Tensor,

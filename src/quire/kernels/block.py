@@ -2,8 +2,8 @@
 
 A decode of few sequences is many short calls. Each costs microseconds of Python and the beginning
 and end of a parallel region; one call saves these. The parts are the code of
-``linear.cpu_linear``, ``rows.cpu_rows`` and ``attention.cpu_attention``, so every number is the
-same to the bit.
+``linear.cpu_linear``, ``rows.cpu_rows``, ``attention.cpu_attention`` and
+``recurrence.cpu_recurrence``, so every number is the same to the bit.
 
 Letters: as in ``contracts.block_calls``.
 """
@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from functools import cache
 from threading import Lock
 from typing import ClassVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -32,9 +33,11 @@ from quire.contracts.block_calls import (
     WholeBlock,
 )
 from quire.contracts.linear import LinearMap
+from quire.contracts.recurrence import MixerCall, RecurrentParts, StackPools
 from quire.contracts.rows import ActivationName
 from quire.kernels.linear.cpu_linear import NativeMap
 from quire.kernels.native_library import NativeLibrary, native_library
+from quire.kernels.recurrence.cpu_recurrence import NativeMixer
 from quire.kernels.rows.cpu_rows import ACTIVATION_NUMBERS, TYPES
 from quire.weights.packed import EXACT_FORMS
 
@@ -50,7 +53,13 @@ class _Block(ctypes.Structure):
         *((name, ctypes.c_double) for name in ("attention_eps", "mlp_eps")),
         *((name, ctypes.c_void_p) for name in ("attention_out_norm", "mlp_out_norm")),
         *((name, ctypes.c_double) for name in ("attention_out_eps", "mlp_out_eps", "scale")),
+        ("gated", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("mixer", "rates")),
     ]  # fmt: skip
+
+
+class _States(ctypes.Structure):
+    _fields_: ClassVar = [(name, ctypes.c_void_p) for name in ("kept", "states")]
 
 
 class _Ends(ctypes.Structure):
@@ -99,12 +108,37 @@ class NativeBlocks:
         native.mlp_out_norm, native.mlp_out_eps = _norm(residuals.mlp_out)
         return NativeTail(self._tail, native, maps, norms)
 
-    def whole(self, norm: NormWeight | None, qkv: LinearMap, tail: BlockTail) -> WholeBlock | None:
+    def whole(
+        self, norm: NormWeight | None, qkv: LinearMap, tail: BlockTail, *, gated: bool = False
+    ) -> NativeBlock | None:
         """See the contract."""
-        maps = _native((qkv,))
-        if maps is None or not isinstance(tail, NativeTail):
+        return self._begun(norm, (qkv,), tail, None, gated=gated)
+
+    def mixed(
+        self, norm: NormWeight, project: LinearMap, rates: LinearMap | None, mixer: MixerCall, tail: BlockTail
+    ) -> NativeBlock | None:
+        """See the contract."""
+        if not (isinstance(mixer, NativeMixer) and isinstance(tail, NativeTail)):
             return None
-        if (maps[0].dtype, qkv.weights.inputs) != (tail.dtype, tail.width):
+        given = (mixer.dtype, mixer.columns, mixer.width, mixer.rates)
+        if given != (tail.dtype, project.weights.outputs, tail.columns, 0 if rates is None else rates.weights.outputs):
+            return None
+        return self._begun(norm, (project,) if rates is None else (project, rates), tail, mixer)
+
+    def _begun(
+        self,
+        norm: NormWeight | None,
+        maps: tuple[LinearMap, ...],
+        tail: BlockTail,
+        mixer: NativeMixer | None,
+        *,
+        gated: bool = False,
+    ) -> NativeBlock | None:
+        """Return a block with this end, and these maps of its normed input."""
+        found = _native(maps)
+        if found is None or not isinstance(tail, NativeTail) or found[0].dtype != tail.dtype:
+            return None
+        if {one.weights.inputs for one in maps} != {tail.width}:
             return None
         if norm is not None and (TYPES.get((tail.dtype, norm.weight_E.dtype)), _width(norm)) != (
             tail.native.types,
@@ -112,8 +146,10 @@ class NativeBlocks:
         ):
             return None
         native = _Block.from_buffer_copy(tail.native)
-        native.qkv, (native.attention_norm, native.attention_eps) = maps[0].place, _norm(norm)
-        return NativeBlock(self._whole, native, (norm, maps, tail), tail)
+        native.qkv, (native.attention_norm, native.attention_eps) = found[0].place, _norm(norm)
+        native.gated, native.mixer = gated, None if mixer is None else mixer.place
+        native.rates = found[1].place if len(found) > 1 else None
+        return NativeBlock(self._whole, native, (norm, found, tail), tail, mixer)
 
     def stack(self, blocks: Sequence[WholeBlock], ends: ModelEnds | None) -> NativeStack | None:
         """See the contract."""
@@ -143,12 +179,13 @@ class _Few:
 class NativeTail(_Few):
     """``contracts.rows.BlockTail`` with everything ready for calls."""
 
-    __slots__ = ()
+    __slots__ = ("columns",)
 
     def __init__(
         self, run: ctypes._NamedFuncPointer, native: _Block, maps: Sequence[NativeMap], norms: Sequence[NormWeight]
     ) -> None:
         super().__init__(run, native, (maps, norms), maps[0].dtype, maps[0].weights.outputs)
+        self.columns = maps[0].weights.inputs
 
     def __call__(self, heads_TC: Tensor, x_TE: Tensor) -> Tensor:
         """See the contract. ``MemoryError``: no memory for sums."""
@@ -163,16 +200,26 @@ class NativeTail(_Few):
 
 
 class NativeBlock(_Few):
-    """``contracts.rows.WholeBlock`` with everything ready for calls."""
+    """``contracts.block_calls.WholeBlock`` with everything ready for calls."""
 
-    __slots__ = ()
+    __slots__ = ("mixer",)
 
-    def __init__(self, run: ctypes._NamedFuncPointer, native: _Block, kept: object, tail: NativeTail) -> None:
+    def __init__(
+        self, run: ctypes._NamedFuncPointer, native: _Block, kept: object, tail: NativeTail, mixer: NativeMixer | None
+    ) -> None:
+        """``mixer``: None: the block has attention."""
         super().__init__(run, native, kept, tail.dtype, tail.width)
+        self.mixer = mixer
 
-    def __call__(self, x_TE: Tensor, attention: AttentionParts) -> Tensor:
+    def __call__(self, x_TE: Tensor, parts: AttentionParts | RecurrentParts) -> Tensor:
         """See the contract. ``MemoryError``: no memory for sums."""
-        return _run_blocks(self._run, np.array([(self.place, *attention)]), x_TE)
+        if isinstance(parts, AttentionParts):
+            assert self.mixer is None
+            return _run_blocks(self._run, np.array([(self.place, *parts)]), x_TE)
+        assert self.mixer is not None
+        assert parts.plan.num_rows == x_TE.shape[0]
+        states, bound = _States(*self.mixer.pools(parts.pools)), self.mixer.mixers.bound(parts)
+        return _run_blocks(self._run, np.array([(self.place, ctypes.addressof(states), bound.place)]), x_TE)
 
     @property
     def kind(self) -> tuple[torch.dtype, int, int, int]:
@@ -194,12 +241,21 @@ class NativeStack:
         self._run, self._run_model, self._blocks, self._ends = run, run_model, tuple(blocks), ends
         self._places = np.array([(one.place, 0, 0) for one in blocks])
         self._place = self._places.ctypes.data
+        self._attending, self._mixing = (
+            np.array([place for place, one in enumerate(blocks) if (one.mixer is not None) is mixes], dtype=np.int64)
+            for mixes in (False, True)
+        )
+        self._mixers = [one.mixer for one in blocks if one.mixer is not None]
+        self._states = WeakKeyDictionary[StackPools, tuple[ctypes.Array[_States], NDArray[np.int64]]]()
+        """For the pools of each KV state: structures of its layers, and their addresses."""
+        self._forward: object = None
+        """The structure of the last forward over states; it has to live during the call."""
         self._lock = Lock()
         """For the arrays that calls write here: other threads may run the model over other
         states."""
-        self._attention: StackParts | None = None
-        """The object written to ``_places``; a caller that passes the same object has not changed
-        it."""
+        self._attention: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
+        """The arrays written to ``_places``; a caller that passes the same ones has not changed
+        them."""
         self.takes, self.dtype = blocks[0].takes, blocks[0].dtype
         """See the contract."""
         self.most_tokens = 0 if ends is None else MOST_ROWS
@@ -220,27 +276,27 @@ class NativeStack:
             self._vocabulary = head.weights.outputs
         self._ends_place = ctypes.addressof(self._native)
 
-    def __call__(self, x_TE: Tensor, attention: StackParts) -> Tensor:
+    def __call__(self, x_TE: Tensor, parts: StackParts) -> Tensor:
         """See the contract. ``MemoryError``: no memory for sums."""
-        return self.outputs(x_TE, attention, (len(self._blocks) - 1,))[0]
+        return self.outputs(x_TE, parts, (len(self._blocks) - 1,))[0]
 
-    def outputs(self, x_TE: Tensor, attention: StackParts, blocks: Sequence[int]) -> list[Tensor]:
+    def outputs(self, x_TE: Tensor, parts: StackParts, blocks: Sequence[int]) -> list[Tensor]:
         """See the contract. ``MemoryError``: no memory for sums."""
         found, start = [], 0
         with self._lock:
-            self._attend(attention)
+            self._take(parts)
             for block in blocks:
                 x_TE = _run_blocks(self._run, self._places[start : block + 1], x_TE)
                 found.append(x_TE)
                 start = block + 1
         return found
 
-    def model(self, tokens: NDArray[np.int64], attention: StackParts) -> RowLogits:
+    def model(self, tokens: NDArray[np.int64], parts: StackParts) -> RowLogits:
         """See the contract. ``MemoryError``: no memory for sums."""
         rows = len(tokens)
         logits_TV = torch.empty(rows, self._vocabulary, device="cpu")
         with self._lock:
-            self._attend(attention)
+            self._take(parts)
             self._tokens[:rows] = tokens
             failed = self._run_model(
                 self._ends_place, self._place, len(self._places), logits_TV.data_ptr(), self._first, self._tokens_place,
@@ -255,10 +311,33 @@ class NativeStack:
             raise MemoryError(f"{len(self._places)} blocks over {rows} rows found no memory for their sums")
         return RowLogits(logits_TV, first)
 
-    def _attend(self, attention: StackParts) -> None:
-        if attention is not self._attention:
-            self._places[:, 1], self._places[:, 2] = attention
-            self._attention = attention
+    def _take(self, parts: StackParts) -> None:
+        """Write the addresses of a forward."""
+        if self._mixers:
+            assert parts.states is not None
+            forward = self._forward = self._mixers[0].mixers.bound(parts.states)
+            self._places[self._mixing, 1], self._places[self._mixing, 2] = (
+                self._pools(parts.states.pools),
+                forward.place,
+            )
+        if (
+            self._attention is None
+            or self._attention[0] is not parts.layers
+            or self._attention[1] is not parts.forwards
+        ):
+            self._places[self._attending, 1], self._places[self._attending, 2] = parts.layers, parts.forwards
+            self._attention = parts.layers, parts.forwards
+
+    def _pools(self, given: StackPools) -> NDArray[np.int64]:
+        """Return the addresses of the structures of the layers with a mixer."""
+        found = self._states.get(given)
+        if found is None:
+            made = (_States * len(self._mixers))(
+                *(_States(*mixer.pools(pools)) for mixer, pools in zip(self._mixers, given.of_layers, strict=True))
+            )
+            places = ctypes.addressof(made) + ctypes.sizeof(_States) * np.arange(len(made))
+            found = self._states[given] = made, places
+        return found[1]
 
 
 def _run_blocks(run: ctypes._NamedFuncPointer, places: NDArray[np.int64], x_TE: Tensor) -> Tensor:

@@ -60,8 +60,8 @@ class PartStack:
     """One layer of each kind."""
     kind: NDArray[np.int64]
     """Of each layer its index in ``kinds``."""
-    decodes: tuple[tuple[DecodeForwards, int, RotaryTable | None], ...]
-    """Of each kind the structure of decodes, the layer class, and what turns; empty: there is none
+    decodes: tuple[tuple[DecodeForwards, int, RotaryTable | None], ...] | None
+    """Of each kind the structure of decodes, the layer class, and what turns; None: there is none
     for a kind."""
     decode_parts: StackParts
     """With these structures."""
@@ -102,15 +102,22 @@ class LayerParts:
             parts.append(part)
         first = {part.kind: part for part in reversed(parts)}
         order = list(first)
-        kind = np.array([order.index(part.kind) for part in parts])
-        places = np.array([part.made.place for part in parts])
+        kind = np.array([order.index(part.kind) for part in parts], dtype=np.int64)
+        places = np.array([part.made.place for part in parts], dtype=np.int64)
         found = [self._decodes(part.layer) for part in first.values()]
         decodes = tuple(one for one in found if one is not None)
-        decodes = decodes if len(decodes) == len(found) else ()
-        forwards = np.array([made.place for made, _, _ in decodes] or [0] * len(found))[kind]
+        whole = len(decodes) == len(found)
+        forwards = np.array([made.place for made, _, _ in decodes] if whole else [0] * len(found), dtype=np.int64)[kind]
         ids = frozenset(layer_id for layer_id, _ in layers)
         self._stack = PartStack(
-            layers, ids, tuple(parts), places, tuple(first.values()), kind, decodes, StackParts(places, forwards)
+            layers,
+            ids,
+            tuple(parts),
+            places,
+            tuple(first.values()),
+            kind,
+            decodes if whole else None,
+            StackParts(places, forwards),
         )
         return self._stack
 
@@ -126,11 +133,13 @@ class LayerParts:
         """Return the parts of these layers, for a forward of one new token behind ``lengths`` ones
         of each sequence; ``tables``: of each layer class their pages. None: use the parts of other
         forwards. The result is valid until the next call."""
+        if stack.decodes is None:
+            return None
         for decodes, class_index, rotary in stack.decodes:
             turns = None if rotary is None else rotary.up_to(max(lengths))
             if (rotary is not None and turns is None) or not decodes.plan(lengths, tables[class_index], turns):
                 return None
-        return stack.decode_parts if stack.decodes else None
+        return stack.decode_parts
 
     def _made(self, layer: Layer, norms: HeadNormWeights | None) -> LayerPart | None:
         spec = layer.spec

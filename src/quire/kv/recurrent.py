@@ -32,6 +32,8 @@ from quire.contracts.recurrence import (
     RecurrenceBackend,
     RecurrencePlan,
     RecurrentParts,
+    StackPools,
+    StackStates,
     StatePlaces,
 )
 from quire.kv.divided_rows import DividedRows, Plane
@@ -67,6 +69,16 @@ class Gates(TypedDict, total=False):
     scale: float
     log_decay: Tensor | None
     beta_TH: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PoolStack:
+    """Layers that run one after the other."""
+
+    layer_ids: tuple[int, ...]
+    members: tuple[tuple[int, int], ...]
+    """Layer and number of all of their states."""
+    pools: StackPools
 
 
 class RecurrentStorage:
@@ -206,6 +218,17 @@ class RecurrentPart(Part):
         self.current_pass: RecurrentPass | None = None
         """The open forward."""
         self._indices = {layer_id: index for index, layer_id in enumerate(layer_ids)}
+        self._stack: PoolStack | None = None
+
+    def stack(self, layer_ids: tuple[int, ...]) -> PoolStack:
+        """Return the pools of layers that run one after the other; ``InvalidArgument`` for an
+        unknown id."""
+        if self._stack is None or self._stack.layer_ids is not layer_ids:
+            layers = [self.layer(layer_id) for layer_id in layer_ids]
+            members = [[(layer, state) for state in range(len(self.specs[layer].states))] for layer in layers]
+            pools = tuple(tuple(self.storage.rows_S[one] for one in states) for states in members)
+            self._stack = PoolStack(layer_ids, tuple(one for states in members for one in states), StackPools(pools))
+        return self._stack
 
     def layer(self, layer_id: int) -> int:
         """Return the index of a layer; ``InvalidArgument`` for an unknown id."""
@@ -512,6 +535,15 @@ class RecurrentPass:
         self._set.update(((layer, state), "wanted") for state in states)
         pools = tuple(self._part.storage.rows_S[layer, state] for state in states)
         return RecurrentParts(self.plan, self._sources, self._targets_M, pools)
+
+    def stack(self, layer_ids: tuple[int, ...]) -> StackStates | None:
+        """Return the same of several layers that one call runs."""
+        self._require_open()
+        if self._keeps_place or not self._passes_on:
+            return None
+        stack = self._part.stack(layer_ids)
+        self._set.update(dict.fromkeys(stack.members, "wanted"))
+        return StackStates(self.plan, self._sources, self._targets_M, stack.pools)
 
     @cached_property
     def _passes_on(self) -> bool:

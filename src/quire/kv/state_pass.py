@@ -644,7 +644,10 @@ class StatePass:
         return AttentionParts(part.made.place, forward.made.place)
 
     def stack_parts(
-        self, layers: tuple[tuple[int, HeadNormWeights | None], ...], dtype: torch.dtype
+        self,
+        layers: tuple[tuple[int, HeadNormWeights | None], ...],
+        dtype: torch.dtype,
+        recurrent: tuple[int, ...] = (),
     ) -> StackParts | None:
         """See ``contracts.model.OpenPass``."""
         known = self._paged.layer_parts
@@ -654,14 +657,20 @@ class StatePass:
         stack = None if not self.are_decodes and self.chosen.rows is not None else known.stack(layers)
         if stack is None:
             return None
-        if self.are_decodes and (parts := known.of_decodes(stack, self._need.lengths, self._tables)) is not None:
-            self.written |= stack.ids
-            return parts
-        forwards = [self._forward_part(known, part).made for part in stack.kinds]
-        if any(made is None for made in forwards):
-            return None
+        parts = known.of_decodes(stack, self._need.lengths, self._tables) if self.are_decodes else None
+        if parts is None:
+            forwards = [self._forward_part(known, part).made for part in stack.kinds]
+            if any(made is None for made in forwards):
+                return None
+            places = np.array([made.place for made in forwards], dtype=np.int64)
+            parts = StackParts(stack.places, places[stack.kind])
+        if recurrent:
+            states = self.recurrent("stack_parts").stack(recurrent)
+            if states is None:
+                return None
+            parts = parts._replace(states=states)
         self.written |= stack.ids
-        return StackParts(stack.places, np.array([made.place for made in forwards])[stack.kind])
+        return parts
 
     def _forward_part(self, known: LayerParts, part: LayerPart) -> ForwardPart:
         index, rope = part.layer.class_index, part.layer.rope

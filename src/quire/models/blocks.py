@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.contracts.block_calls import (
+    AttentionParts,
     BlockKernel,
     BlockStack,
     BlockTail,
@@ -29,8 +30,9 @@ from quire.contracts.block_calls import (
     WholeBlock,
 )
 from quire.contracts.model import Block, Model, OpenPass, Pass
+from quire.contracts.recurrence import MixerCall, RecurrentParts
 from quire.contracts.rows import HeadNormWeights, RowKernels
-from quire.nn.attention import Attention
+from quire.nn.attention import Attention, GatedAttention
 from quire.nn.embedding import Embedding, ScaledEmbedding
 from quire.nn.linear import Linear
 from quire.nn.logits import ShapedLogits
@@ -57,6 +59,18 @@ class HeadedMixer(Protocol):
         ...
 
 
+@runtime_checkable
+class RecurrentMixer(HeadedMixer, Protocol):
+    """A recurrent layer, which may have one call between its projections."""
+
+    call: MixerCall | None
+
+    @property
+    def projections(self) -> tuple[Linear, ...]:
+        """The maps of the input, if ``call`` takes their results unchanged; else none."""
+        ...
+
+
 class Norm(Protocol):
     """A norm over the model width."""
 
@@ -74,20 +88,25 @@ class JoinedBlock:
     """The kernel calls for a block, valid while no adapter changes its maps."""
 
     attention: HeadedMixer
-    maps: tuple[Linear | None, Linear, Linear, Linear]
-    """The first one: the projection to the heads, of attention only."""
+    first: tuple[Linear, ...]
+    """The maps of the block's normed input that ``whole`` includes."""
+    maps: tuple[Linear, Linear, Linear]
+    """The maps after the heads."""
     tail: BlockTail
     """The part after the attention heads: output projection to MLP."""
     whole: WholeBlock | None
 
     def run(self, block: SerialBlock, x_TE: Tensor, pass_: Pass) -> Tensor | None:
         """Return the block's result; None if its parts must run one by one."""
-        qkv, out, gate_up, down = self.maps
-        if not (self.tail.takes(x_TE) and out.is_plain and gate_up.is_plain and down.is_plain):
+        if not (self.tail.takes(x_TE) and all(one.is_plain for one in self.maps)):
             return None
         attention = self.attention
-        if self.whole is not None and qkv is not None and qkv.is_plain and isinstance(attention, Attention):
-            parts = pass_.attention_parts(attention.layer_id, attention.head_norms, x_TE.dtype)
+        if self.whole is not None and all(one.is_plain for one in self.first):
+            parts: AttentionParts | RecurrentParts | None
+            if isinstance(attention, Attention):
+                parts = pass_.attention_parts(attention.layer_id, attention.head_norms, x_TE.dtype)
+            else:
+                parts = pass_.recurrent_parts(attention.layer_id)
             if parts is not None:
                 return self.whole(x_TE, parts)
         n_TE = x_TE if block.attention_norm is None else block.attention_norm(x_TE)
@@ -157,7 +176,9 @@ class JoinedStack:
     blocks: Sequence[SerialBlock]
     call: BlockStack
     layers: tuple[tuple[int, HeadNormWeights | None], ...]
-    """Layer id and norms of the heads of each block."""
+    """Layer id and norms of the heads of each block with attention."""
+    recurrent: tuple[int, ...]
+    """Layer id of each of the others."""
     ends: Mapping[str, object]
     """The model's attributes that ``ModelEnds`` was made from."""
 
@@ -167,7 +188,7 @@ class JoinedStack:
         """See the contract."""
         if not (self._are(blocks) and self.call.takes(x_TE)):
             return None
-        parts = pass_.stack_parts(self.layers, x_TE.dtype)
+        parts = pass_.stack_parts(self.layers, x_TE.dtype, self.recurrent)
         return None if parts is None else self.call.outputs(x_TE, parts, wanted)
 
     def run_model(self, model: Model, tokens: NDArray[np.int64], pass_: OpenPass) -> RowLogits | None:
@@ -176,7 +197,7 @@ class JoinedStack:
             return None
         if any(getattr(model, name) is not end for name, end in self.ends.items()):
             return None
-        parts = pass_.stack_parts(self.layers, self.call.dtype)
+        parts = pass_.stack_parts(self.layers, self.call.dtype, self.recurrent)
         return None if parts is None else self.call.model(tokens, parts)
 
     def _are(self, blocks: Sequence[Block]) -> bool:
@@ -211,8 +232,9 @@ def joined_stack(
         return None
     attentions = [one.attention for one in found if isinstance(one.attention, Attention)]
     layers = tuple((one.layer_id, one.head_norms) for one in attentions)
+    recurrent = tuple(one.attention.layer_id for one in found if not isinstance(one.attention, Attention))
     ends_of = {"embedding": embedding, "norm": norm, "lm_head": head, "logits": logits}
-    return JoinedStack(taken, call, layers, ends_of)
+    return JoinedStack(taken, call, layers, recurrent, ends_of)
 
 
 def joined(block: SerialBlock, kernel: BlockKernel | None) -> JoinedBlock | None:
@@ -223,22 +245,15 @@ def joined(block: SerialBlock, kernel: BlockKernel | None) -> JoinedBlock | None
         return None
     if not isinstance(mlp, GatedMLP):
         return None
-    first_map = attention.qkv if isinstance(attention, Attention) else None
-    maps = (first_map, attention.out, mlp.gate_up, mlp.down)
-    qkv, out, gate_up, down = (one.map if isinstance(one, KernelLinear) else None for one in maps)
+    maps = (attention.out, mlp.gate_up, mlp.down)
+    out, gate_up, down = (one.map if isinstance(one, KernelLinear) else None for one in maps)
     if out is None or gate_up is None or down is None:
         return None
     residuals = Residuals(*map(_weight_of, inner), block.scale)
     tail = kernel.tail(out, residuals, gate_up, down, mlp.activation)
     if tail is None:
         return None
-    first, whole = block.attention_norm, None
-    if _is_rms(first) and qkv is not None and isinstance(attention, Attention) and attention.is_whole:
-        heads = attention.head_norms or ()
-        kinds = {one.weight.dtype for one in (first, *inner) if isinstance(one, RMSNorm)}
-        if all({one.dtype} == kinds and one.is_contiguous() for one in heads[:2]):
-            whole = kernel.whole(_weight_of(first), qkv, tail)
-    return JoinedBlock(attention, maps, tail, whole)
+    return JoinedBlock(attention, _first_maps(attention), maps, tail, _whole(block, attention, tail, kernel))
 
 
 def _is_rms(norm: Norm | None) -> bool:
@@ -248,3 +263,30 @@ def _is_rms(norm: Norm | None) -> bool:
 
 def _weight_of(norm: Norm | None) -> NormWeight | None:
     return NormWeight(norm.weight, norm.eps) if isinstance(norm, RMSNorm) else None
+
+
+def _first_maps(attention: HeadedMixer) -> tuple[Linear, ...]:
+    """Return the maps of a block's normed input that a call over the whole block includes."""
+    if isinstance(attention, Attention):
+        return (attention.qkv,) if attention.is_whole else ()
+    return attention.projections if isinstance(attention, RecurrentMixer) and attention.call is not None else ()
+
+
+def _whole(block: SerialBlock, attention: HeadedMixer, tail: BlockTail, kernel: BlockKernel) -> WholeBlock | None:
+    """Return a block with this end as one call; None if its beginning is not supported."""
+    first, norm = block.attention_norm, _weight_of(block.attention_norm)
+    maps = [one.map for one in _first_maps(attention) if isinstance(one, KernelLinear)]
+    if not _is_rms(first) or not maps or len(maps) < len(_first_maps(attention)):
+        return None
+    if isinstance(attention, Attention):
+        norms = (first, block.mlp_norm, block.attention_out_norm, block.mlp_out_norm)
+        kinds = {one.weight.dtype for one in norms if isinstance(one, RMSNorm)}
+        heads = attention.head_norms or ()
+        if not all({one.dtype} == kinds and one.is_contiguous() for one in heads[:2]):
+            return None
+        return kernel.whole(norm, maps[0], tail, gated=isinstance(attention, GatedAttention))
+    if norm is None:
+        return None
+    assert isinstance(attention, RecurrentMixer)
+    assert attention.call is not None
+    return kernel.mixed(norm, maps[0], maps[1] if len(maps) > 1 else None, attention.call, tail)

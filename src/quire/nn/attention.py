@@ -14,9 +14,10 @@ from torch import Tensor
 
 from quire.contracts.layers import FullAttention, WindowedAttention
 from quire.contracts.model import Pass
-from quire.contracts.rows import HeadNormWeights
+from quire.contracts.rows import HeadNormWeights, RowKernels
 from quire.nn.linear import Linear
 from quire.nn.norm import RMSNorm
+from quire.ops.rows import REFERENCE_ROWS
 
 
 @dataclass(slots=True, eq=False)
@@ -141,33 +142,35 @@ class HeadGatedAttention(NormedAttention):
 
     gate: Linear = field(kw_only=True)
     """E to Hq"""
+    row_kernels: RowKernels = field(init=False, default=REFERENCE_ROWS)
 
     def heads(self, x_TE: Tensor, pass_: Pass) -> Tensor:
         """See ``Attention``."""
         out_THD = NormedAttention.heads(self, x_TE, pass_).view(-1, self.spec.num_heads, self.spec.value_dim)
-        return out_THD.mul_(torch.sigmoid(self.gate(x_TE))[:, :, None]).flatten(-2)
+        return self.row_kernels.gate_heads(out_THD, self.gate(x_TE)[:, :, None]).flatten(-2)
 
 
+@dataclass(slots=True, eq=False)
 class GatedAttention(NormedAttention):
     """Attention with normed query and key heads and a sigmoid gate (arXiv:2505.06708), as in
     Qwen3-Next. In ``qkv`` (E to 2*Hq*D + 2*Hkv*D) the D rows of each query head's gate follow its
-    own."""
+    own. Both norms are root mean square."""
 
-    __slots__ = ()
+    row_kernels: RowKernels = field(init=False, default=REFERENCE_ROWS)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._sizes[0] *= 2
+    @property
+    def is_whole(self) -> bool:
+        """See ``Attention``. The gates are further columns of the projection."""
+        return self._norms is not None
 
     def heads(self, x_TE: Tensor, pass_: Pass) -> Tensor:
         """See ``Attention``."""
-        spec = self.spec
-        q_TC, k_TC, v_TC = torch.split(self.qkv(x_TE), self._sizes, dim=-1)
+        spec, (queries, *others) = self.spec, self._sizes
+        q_TC, kv_TC = torch.split(self.qkv(x_TE), [2 * queries, sum(others)], dim=-1)
         q_THD, gate_THD = q_TC.view(-1, spec.num_heads, 2 * spec.head_dim).chunk(2, dim=-1)
-        k_THD = self.k_norm(k_TC.view(-1, spec.num_kv_heads, spec.head_dim))
-        v_THD = v_TC.view(-1, spec.num_kv_heads, spec.value_dim)
-        out_THD = pass_.attend(self.layer_id, self.q_norm(q_THD), k_THD, v_THD)
-        return out_THD.mul_(torch.sigmoid(gate_THD)).flatten(-2)
+        assert self._norms is not None
+        out_THD = pass_.attend_qkv(self.layer_id, torch.cat((q_THD.flatten(-2), kv_TC), -1), self._norms)
+        return self.row_kernels.gate_heads(out_THD, gate_THD).flatten(-2)
 
 
 @dataclass(slots=True, eq=False)

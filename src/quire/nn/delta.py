@@ -121,6 +121,11 @@ class GatedDeltaNet:
             rates, norm = StepRates(self._a_H, self.step_bias_H), self.norm.parts(shape.value_dim)
             self.call = kernel.delta_rule(self.conv_CW, sizes, rates, norm, shape.key_dim**-0.5)
 
+    @property
+    def projections(self) -> tuple[Linear, ...]:
+        """The maps of the input, whose results ``call`` takes."""
+        return self.project, self.rates
+
     def __call__(self, x_TE: Tensor, pass_: Pass) -> Tensor:
         """Map ``[T, E]`` to a fresh ``[T, E]``; the pass keeps the states."""
         return self.out(self.heads(x_TE, pass_))

@@ -128,6 +128,11 @@ class Mamba2Mixer:
             norm = None if self.norm is None else self.norm.parts(shape.width)
             self.call = kernel.ssd(self.conv_CW, self.conv_bias_C, sizes, rates, self._skip_H1.flatten(), norm)
 
+    @property
+    def projections(self) -> tuple[Linear, ...]:
+        """The maps of the input, if ``call`` takes their results unchanged; else none."""
+        return (self.project,) if self.scale_Z is None else ()
+
     def __call__(self, x_TE: Tensor, pass_: Pass) -> Tensor:
         """Map ``[T, E]`` to a fresh ``[T, E]``; the pass keeps the states."""
         return self.out(self.heads(x_TE, pass_))

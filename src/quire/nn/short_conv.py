@@ -55,6 +55,11 @@ class ShortConv:
         """Use a kernel's call from now on, if the kernel supports the layer."""
         self.call = kernel.short_conv(self.conv_EW, self.conv_bias_E)
 
+    @property
+    def projections(self) -> tuple[Linear, ...]:
+        """The maps of the input, whose results ``call`` takes."""
+        return (self.project,)
+
     def __call__(self, x_TE: Tensor, pass_: Pass) -> Tensor:
         """Map ``[T, E]`` to a fresh ``[T, E]``; the pass keeps the state."""
         return self.out(self.heads(x_TE, pass_))

@@ -74,6 +74,10 @@ class ReferenceRows:
         gate, up = gate_up.chunk(2, dim=-1)
         return ACTIVATIONS[activation](gate).mul_(up)
 
+    def gate_heads(self, out_THD: Tensor, gate: Tensor) -> Tensor:
+        """See ``RowKernels``. In bfloat16 and float16 the sigmoid is rounded before the product."""
+        return out_THD.mul_(torch.sigmoid(gate))
+
     def rope_and_write_kv(
         self,
         qkv_TC: Tensor,

@@ -18,7 +18,7 @@ from quire.models.decoder import Decoder
 from quire.models.falcon_h1 import SideBySideBlock
 from quire.models.hybrid_decoder import HybridDecoder
 from quire.models.mamba2 import BareBlock
-from quire.nn.attention import Attention, GatedAttention, GrowingAttention
+from quire.nn.attention import Attention, GatedAttention, GrowingAttention, HeadGatedAttention
 from quire.nn.delta import GatedDeltaNet
 from quire.nn.experts import ActivatedGate, Experts
 from quire.nn.mamba import Mamba2Mixer
@@ -87,8 +87,14 @@ def _maps_of(part: object) -> tuple[object, ...]:
     """Return the products of a layer; none of a layer with other operations of PyTorch's."""
     if isinstance(part, GatedMLP):
         return part.gate_up, part.down
+    if isinstance(part, GrowingAttention):
+        return ()
+    if isinstance(part, GatedAttention | HeadGatedAttention) and not isinstance(part.row_kernels, NativeRows):
+        return ()
+    if isinstance(part, HeadGatedAttention):
+        return part.qkv, part.gate, part.out
     if isinstance(part, Attention):
-        return () if isinstance(part, GatedAttention | GrowingAttention) else (part.qkv, part.out)
+        return part.qkv, part.out
     if not isinstance(part, GatedDeltaNet | Mamba2Mixer | ShortConv) or part.call is None:
         return ()
     return (part.project, part.rates, part.out) if isinstance(part, GatedDeltaNet) else (part.project, part.out)

@@ -1,10 +1,12 @@
-// Decoder blocks in one call and one parallel region: norm, projection, rotation and the write of K and V; attention; and the block's
-// end, which also runs alone: projection, residual sum and norm, gated MLP, residual sum. Before and behind the blocks may stand what
+// Decoder blocks in one call and one parallel region: norm, projection, rotation and the write of K and V, attention; or norm,
+// projection, a mixer over its states; and the block's end, which also runs alone: projection, residual sum and norm, gated MLP,
+// residual sum. Before and behind the blocks may stand what
 // makes a model of them: rows of tokens, the last norm, the map to logits. Every number is that of the calls one by one;
 // quire/kernels/block.py calls this through ctypes.
 //
 // Letters: as in block.h.
 #include "block_heads.h"
+#include "block_mixer.h"
 #include "block_tail.h"
 #include "model_ends.h"
 
@@ -54,25 +56,43 @@ int tail_with(const Block& block, void* y, const void* heads, int64_t heads_stri
                                     : tail<T, W, GeluTanh>)(block, (T*)y, (const T*)heads, heads_stride, (const T*)x, rows, threads);
 }
 
+template <typename T>
+int64_t begin_room(const Step& step) { return step.block->mixer ? mixed_room<T>(*step.block) : heads_room(step); }
+
 // A block of a stack.
 template <typename T, typename W, typename A>
 struct Whole {
-    Heads<T, W> heads;
+    union {
+        Heads<T, W> heads;
+        Mixed<T, W> mixed;
+    };
+    const bool mixes;
     Tail<T, W, A> tail;
 
     // ``room``: as ``whole_room`` says.
     Whole(const Step& step, T* room, T* y, const T* x, int64_t rows, int64_t threads)
-        : heads(step, room, x, rows, threads),
-          tail(*step.block, room + rows * heads_room(step), y, heads.out, step.block->out->inputs, x, rows, threads) {}
+        : mixes(step.block->mixer),
+          tail(*step.block, room + rows * begin_room<T>(step), y, begin(step, room, x, rows, threads), step.block->out->inputs, x, rows,
+               threads) {}
 
-    bool go(Worker& worker, const LinearCall* next) {
-        return heads.go(worker, &tail.out, &tail.gate_up) && tail.go(worker, next);
+    // Make the beginning; return its output.
+    const T* begin(const Step& step, T* room, const T* x, int64_t rows, int64_t threads) {
+        if (!mixes) return (new (&heads) Heads<T, W>(step, room, x, rows, threads))->out;
+        return (new (&mixed) Mixed<T, W>(*step.block, *(const LayerStates*)step.layer, *(const Forward*)step.forward, room, x, rows, threads))->out;
     }
 
-    bool failed() const { return heads.failed() || tail.failed(); }
+    const LinearCall* first() const { return mixes ? &mixed.project : &heads.qkv; }
+
+    bool go(Worker& worker, const LinearCall* next) {
+        const bool begun = mixes ? mixed.go(worker, &tail.out, &tail.gate_up) : heads.go(worker, &tail.out, &tail.gate_up);
+        return begun && tail.go(worker, next);
+    }
+
+    bool failed() const { return (mixes ? mixed.failed() : heads.failed()) || tail.failed(); }
 };
 
-int64_t whole_room(const Step& step) { return heads_room(step) + tail_room(*step.block); }
+template <typename T>
+int64_t whole_room(const Step& step) { return begin_room<T>(step) + tail_room(*step.block); }
 
 template <typename T, typename W, typename A>
 struct Stack {
@@ -86,13 +106,13 @@ template <typename T, typename W, typename A>
 void run_stack(void* data) {
     auto& stack = *(Stack<T, W, A>*)data;
     Worker worker(stack.workers);
-    LinearCall* behind = stack.edges ? &stack.edges->head : nullptr;
+    const LinearCall* behind = stack.edges ? &stack.edges->head : nullptr;
     if (stack.edges) {
-        worker.expect(&stack.blocks[0].heads.qkv, &stack.blocks[0].tail.out);
+        worker.expect(stack.blocks[0].first(), &stack.blocks[0].tail.out);
         do_rows(stack.edges->embed, worker);
     }
     for (int64_t i = 0; i < stack.count; i++)
-        if (!stack.blocks[i].go(worker, i + 1 < stack.count ? &stack.blocks[i + 1].heads.qkv : behind)) return;
+        if (!stack.blocks[i].go(worker, i + 1 < stack.count ? stack.blocks[i + 1].first() : behind)) return;
     if (stack.edges) stack.edges->end(worker);
 }
 
@@ -102,7 +122,7 @@ int stack(const Ends* ends, const Step* steps, int64_t count, void* given_y, con
           int64_t threads) {
     static thread_local Room room, calls, around;
     int64_t most = 0;
-    for (int64_t i = 0; i < count; i++) most = whole_room(steps[i]) > most ? whole_room(steps[i]) : most;
+    for (int64_t i = 0; i < count; i++) most = whole_room<T>(steps[i]) > most ? whole_room<T>(steps[i]) : most;
     T* place = (T*)room.of(rows * most * sizeof(T) / sizeof(float) + 1);
     auto* blocks = (Whole<T, W, A>*)calls.of((sizeof(Edges<T, W>) + count * sizeof(Whole<T, W, A>)) / sizeof(float) + 1);
     float* numbers = ends ? around.of(Edges<T, W>::floats(*ends, rows)) : nullptr;
@@ -151,8 +171,8 @@ int quire_block_tail(const Block* block, void* y, const void* heads, int64_t hea
                                 : tail_with<bfloat16, float>)(*block, y, heads, heads_stride, x, rows, threads);
 }
 
-// The same with heads = attention(qkv(norm(x))), whose K and V are written to the layer's pools, for so many blocks of one type and
-// activation, each over what the one before it has written.
+// The same with heads = attention(qkv(norm(x))), whose K and V are written to the layer's pools, or mixer(projection(norm(x))), whose
+// states are, for so many blocks of one type and activation, each over what the one before it has written.
 int quire_blocks(const Step* steps, int64_t count, void* y, const void* x, int64_t rows, int64_t threads) {
     return run_steps(nullptr, steps, count, y, x, nullptr, rows, threads);
 }

@@ -15,6 +15,7 @@
 
 #include "linear.h"
 #include "paged_attention.h"
+#include "recurrence.h"
 #include "rows.h"
 
 extern "C" {
@@ -29,6 +30,9 @@ struct Block {
     // Norms of the outputs of attention and MLP before they are added, and the factor of both. Any of the four norms may be null.
     const void *attention_out_norm, *mlp_out_norm;
     double attention_out_eps, mlp_out_eps, scale;
+    int64_t gated;        // attention: behind each query head of ``qkv`` is a gate of its size
+    const Mixer* mixer;   // in place of attention, or null. Then ``qkv`` is its projection,
+    const Linear* rates;  // and these are E to the rates of a delta rule, or null
 };
 
 // What a layer of a KV state is made of.
@@ -48,11 +52,17 @@ struct ForwardAttention {
     const int64_t* slots;
 };
 
-// A block of several that run one after the other.
+// What a layer with a mixer has in a KV state: pools as of recurrence.h.
+struct LayerStates {
+    void* kept;
+    float* states;  // or null
+};
+
+// A block of several that run one after the other, with attention or with a mixer.
 struct Step {
     const Block* block;
-    const LayerAttention* layer;
-    const ForwardAttention* forward;
+    const void* layer;    // LayerAttention, or LayerStates
+    const void* forward;  // ForwardAttention, or Forward
 };
 
 // What makes a model of blocks.

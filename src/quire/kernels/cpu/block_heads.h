@@ -1,4 +1,4 @@
-// The beginning of a block with attention: norm, projection, rotation and the write of K and V, attention.
+// The beginning of a block with attention: norm, projection, rotation and the write of K and V, attention, gates of its heads.
 //
 // Letters: as in block.h.
 
@@ -16,11 +16,13 @@ struct Heads {
     Place<T, W> place;
     Call attention;
     Attend attend;
+    HeadGate<T> gate;
     const T* out;  // [M, C], behind the call
 
     // ``room``: as ``heads_room`` says.
     Heads(const Step& step, T* room, const T* x, int64_t rows, int64_t threads)
-        : Heads(*step.block, *step.layer, *step.forward, room, room + rows * step.block->qkv->inputs,
+        : Heads(*step.block, *(const LayerAttention*)step.layer, *(const ForwardAttention*)step.forward, room,
+                room + rows * step.block->qkv->inputs,
                 room + rows * (step.block->qkv->inputs + step.block->qkv->outputs), x, rows, threads) {}
 
     Heads(const Block& block, const LayerAttention& layer, const ForwardAttention& forward, T* normed, T* all, T* turned, const T* x,
@@ -31,10 +33,12 @@ struct Heads {
     Heads(const Block& block, const LayerAttention& layer, const ForwardAttention& forward, T* normed, T* all, T* turned, T* heads,
           int64_t width, const T* x, int64_t rows, int64_t threads)
         : norm{{rows, piece_of(width)}, normed, x, width, (const W*)block.attention_norm, width, (float)block.attention_eps},
-          place{{rows, piece_of((layer.heads + layer.kv_heads) * layer.key_width)}, turned, all, block.qkv->outputs, layer.heads,
-                layer.kv_heads, layer.key_width, layer.value_width, forward.cos, forward.sin, forward.turn_stride, forward.rotary,
-                forward.interleaved, (const W*)layer.q_norm, (const W*)layer.k_norm, (float)layer.head_eps, (T*)layer.k, (T*)layer.v,
-                forward.slots},
+          place{{rows, piece_of((layer.heads + layer.kv_heads) * layer.key_width)}, turned, all, block.qkv->outputs,
+                block.gated ? 2 * layer.key_width : layer.key_width, layer.heads, layer.kv_heads, layer.key_width, layer.value_width,
+                forward.cos, forward.sin, forward.turn_stride, forward.rotary, forward.interleaved, (const W*)layer.q_norm,
+                (const W*)layer.k_norm, (float)layer.head_eps, (T*)layer.k, (T*)layer.v, forward.slots},
+          gate{{block.gated ? rows : 0, piece_of(layer.heads * layer.value_width)}, heads, all + layer.key_width, block.qkv->outputs,
+               2 * layer.key_width, layer.heads, layer.value_width, layer.value_width},
           out(heads) {
         run = quire_begin_linear(&qkv, block.qkv, all, norm.weight ? normed : x, width, rows, threads);
         attend = quire_begin_attention(&attention, (const Call*)forward.call, turned, nullptr, layer.k, layer.v, heads, nullptr,
@@ -49,6 +53,7 @@ struct Heads {
         do_rows(place, worker);
         attend(&attention);
         worker.wait(attention.done, attention.batch->num_items);
+        if (gate.rows.count) do_rows(gate, worker);
         return true;
     }
 
@@ -57,7 +62,7 @@ struct Heads {
 
 // Numbers of a row.
 int64_t heads_room(const Step& step) {
-    const LayerAttention& layer = *step.layer;
+    const LayerAttention& layer = *(const LayerAttention*)step.layer;
     return step.block->qkv->inputs + step.block->qkv->outputs + (layer.heads + layer.kv_heads) * layer.key_width +
            layer.heads * layer.value_width;
 }

@@ -73,3 +73,21 @@ typedef void (*Mix)(void*);
 
 // By ``types``; null where this compiler does not make them.
 extern const Mix quire_mix_portable[2], quire_mix_avx2[2], quire_mix_avx512[2];
+// The body of a parallel region over a Task: what the threads of a level of rows.h run.
+extern "C" Mix quire_begin_mix(const Mixer* mixer);
+
+namespace {
+
+// Floats of a row in a Task: convolved, read, gates.
+INLINE int64_t mixed_floats(const Mixer& mixer) {
+    return mixer.kind == CONVOLUTION ? 0 : mixer.channels + 2 * mixer.heads + mixer.heads * mixer.values;
+}
+
+// Where ``place`` has room for the rows of a piece.
+INLINE void take_room(Task& task, float* place) {
+    const Mixer& mixer = *task.mixer;
+    task.mixed = place, task.read = place + task.piece * mixer.channels;
+    task.gates = task.read + task.piece * mixer.heads * mixer.values;
+}
+
+}  // namespace

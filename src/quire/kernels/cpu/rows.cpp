@@ -41,13 +41,20 @@ void gated(void* out, const void* x, int64_t stride, int64_t count, int64_t widt
     run(work, threads, parallel);
 }
 
+template <typename T>
+void gate_heads(void* y, const void* gate, int64_t stride, int64_t step, int64_t count, int64_t heads, int64_t width,
+                int64_t gate_width, int64_t threads, Parallel parallel) {
+    HeadGate<T> work = {{count, piece_of(heads * width)}, (T*)y, (const T*)gate, stride, step, heads, width, gate_width};
+    run(work, threads, parallel);
+}
+
 template <typename T, typename W>
 void place(void* out, const void* qkv, int64_t stride, int64_t count, int64_t heads, int64_t kv_heads, int64_t key_width,
            int64_t value_width, const float* cos, const float* sin, int64_t turn_stride, int64_t rotary, int64_t interleaved,
            const void* q_weight, const void* k_weight, float eps, void* k, void* v, const int64_t* slots, int64_t threads,
            Parallel parallel) {
-    Place<T, W> work = {{count, piece_of((heads + kv_heads) * key_width)}, (T*)out, (const T*)qkv, stride, heads, kv_heads,
-                        key_width, value_width, cos, sin, turn_stride, rotary, interleaved, (const W*)q_weight,
+    Place<T, W> work = {{count, piece_of((heads + kv_heads) * key_width)}, (T*)out, (const T*)qkv, stride, key_width, heads,
+                        kv_heads, key_width, value_width, cos, sin, turn_stride, rotary, interleaved, (const W*)q_weight,
                         (const W*)k_weight, eps, (T*)k, (T*)v, slots};
     run(work, threads, parallel);
 }
@@ -93,6 +100,12 @@ void quire_gated(int64_t types, int64_t activation, void* out, const void* x, in
         (activation == 0   ? gated<bfloat16, Silu>
          : activation == 1 ? gated<bfloat16, Gelu>
                            : gated<bfloat16, GeluTanh>)(out, x, stride, count, width, threads, parallel);
+}
+
+// ``step``: elements from the gate of a head to that of the next; ``gate_width``: that of a head, or 1.
+void quire_gate_heads(int64_t types, void* y, const void* gate, int64_t stride, int64_t step, int64_t count, int64_t heads,
+                      int64_t width, int64_t gate_width, int64_t threads, Parallel parallel) {
+    (types == 0 ? gate_heads<float> : gate_heads<bfloat16>)(y, gate, stride, step, count, heads, width, gate_width, threads, parallel);
 }
 
 // ``weights`` of norms: null for none. ``rotary`` 0: nothing turns.

@@ -51,6 +51,9 @@ struct GeluTanh {};
 
 INLINE Lanes activated(Silu, Lanes x) { return x / (1.f + exp_of(-x)); }
 
+// x times the logistic function of a gate.
+INLINE Lanes times_logistic(Lanes x, Lanes gate) { return x / (1.f + exp_of(-gate)); }
+
 // x times the logistic function of 2 sqrt(2 / pi) (x + 0.044715 x^3), which is (1 + tanh) / 2 without its cancellation.
 INLINE Lanes activated(GeluTanh, Lanes x) { return x / (1.f + exp_of(x * (-1.59576912f - 0.0713548163f * (x * x)))); }
 
@@ -210,12 +213,36 @@ INLINE void run_row(const Gated<T, A>& work, int64_t row) {
     }
 }
 
+// Heads times the logistic function of a gate, in place.
+template <typename T>
+struct HeadGate {
+    Rows rows;
+    T* y;  // [T, heads, width]
+    const T* gate;
+    int64_t stride, step, heads, width, gate_width;  // gate_width: that of a head, or 1: one number for all of it
+};
+
+template <typename T>
+INLINE void run_row(const HeadGate<T>& work, int64_t row) {
+    for (int64_t h = 0; h < work.heads; h++) {
+        const T* gate = work.gate + row * work.stride + h * work.step;
+        T* y = work.y + (row * work.heads + h) * work.width;
+        const Lanes of_all = wide_one(gate) - Lanes{};
+        int64_t i = 0;
+        for (; i + LANES <= work.width; i += LANES) put(y + i, times_logistic(wide(y + i), work.gate_width == 1 ? of_all : wide(gate + i)));
+        for (; i < work.width; i++) {
+            const Lanes one = work.gate_width == 1 ? of_all : wide_one(gate + i) - Lanes{};
+            put_one(y + i, lane(times_logistic(wide_one(y + i) - Lanes{}, one), 0));
+        }
+    }
+}
+
 template <typename T, typename W>
 struct Place {
     Rows rows;
     T* out;  // [T, heads + kv_heads, D]
     const T* qkv;
-    int64_t stride, heads, kv_heads, key_width, value_width;
+    int64_t stride, step, heads, kv_heads, key_width, value_width;  // step: columns from a query head to the next
     const float *cos, *sin;
     int64_t turn_stride, rotary, interleaved;
     const W *q_weight, *k_weight;  // null: no norm
@@ -277,11 +304,13 @@ INLINE void turn_pairs(T* to, const Normed<T, W>& head, const float* cos, const 
 template <typename T, typename W>
 INLINE void run_row(const Place<T, W>& work, int64_t row) {
     const int64_t width = work.key_width, all = work.heads + work.kv_heads, slot = work.slots[row];
-    const T* from = work.qkv + row * work.stride;
+    const T *from = work.qkv + row * work.stride, *keys_from = from + work.heads * work.step;
     T* to = work.out + row * all * width;
     const float *cos = work.cos + row * work.turn_stride, *sin = work.sin + row * work.turn_stride;
     for (int64_t h = 0; h < all; h++) {
-        Normed<T, W> head = {from + h * width, h < work.heads ? work.q_weight : work.k_weight, 1.f};
+        const bool is_query = h < work.heads;
+        Normed<T, W> head = {is_query ? from + h * work.step : keys_from + (h - work.heads) * width,
+                             is_query ? work.q_weight : work.k_weight, 1.f};
         if (head.weight) head.scale = norm_scale(head.from, width, work.eps);
         T* turned = to + h * width;
         if (work.interleaved)
@@ -298,7 +327,7 @@ INLINE void run_row(const Place<T, W>& work, int64_t row) {
     }
     const int64_t keys = work.kv_heads * width, numbers = work.kv_heads * work.value_width;
     copy(work.k + slot * keys, to + work.heads * width, keys);
-    copy(work.v + slot * numbers, from + all * width, numbers);
+    copy(work.v + slot * numbers, keys_from + keys, numbers);
 }
 
 // -- threads and generations of processors -----------------------------------------------------------------------------

@@ -7,14 +7,15 @@ convolved channels; W taps; H heads; J key heads or groups; K, V key and value s
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.contracts.recurrence import GatedNormWeight, RecurrentParts, StateSizes, StepRates
+from quire.contracts.recurrence import GatedNormWeight, RecurrentParts, StackStates, StateSizes, StepRates
 from quire.kernels.native_library import NativeLibrary, native_library
 from quire.kernels.rows.cpu_rows import threads_for
 
@@ -24,6 +25,10 @@ CONVOLUTION, DELTA_RULE, SSD = range(3)
 MOST_TAPS, MOST_KEYS = 8, 256
 """``cpu/recurrence.h`` has the same."""
 
+MOST_DECODES = 64
+"""Most sequences of decodes whose constant arrays are shared."""
+_COUNT, _NONE = np.arange(MOST_DECODES + 1), np.full(MOST_DECODES, -1)
+_COUNT_PLACE, _NONE_PLACE = _COUNT.ctypes.data, _NONE.ctypes.data
 _POINTER, _NUMBER, _REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 
 
@@ -53,9 +58,24 @@ class _Forward(ctypes.Structure):
 class _Bound:
     """A plan and its places, ready for calls."""
 
-    def __init__(self, parts: RecurrentParts) -> None:
+    def __init__(self, parts: RecurrentParts | StackStates) -> None:
         plan = self.plan = parts.plan
         self.sources_G, self.targets_M = parts.sources_G, parts.targets_M
+        self._held: tuple[NDArray[np.int64], ...] = ()
+        rows = len(plan.wanted)
+        if rows <= MOST_DECODES and plan.chains and np.array_equal(plan.starts, _COUNT[: rows + 1]):
+            # One row for each sequence: row i comes behind given state i.
+            self.native = _Forward(
+                rows,
+                rows,
+                _COUNT_PLACE,
+                _NONE_PLACE,
+                _COUNT_PLACE,
+                parts.sources_G.data_ptr(),
+                parts.targets_M.data_ptr(),
+            )
+            self.place = ctypes.addressof(self.native)
+            return
         slots_T = np.full(plan.num_rows, -1, dtype=np.int64)
         slots_T[plan.wanted] = parts.targets_M.numpy()
         arrays = [np.ascontiguousarray(one, dtype=np.int64) for one in (plan.starts, plan.parents, plan.given)]
@@ -66,7 +86,7 @@ class _Bound:
         )
         self.place = ctypes.addressof(self.native)
 
-    def is_of(self, parts: RecurrentParts) -> bool:
+    def is_of(self, parts: RecurrentParts | StackStates) -> bool:
         return self.plan is parts.plan and self.sources_G is parts.sources_G and self.targets_M is parts.targets_M
 
 
@@ -86,7 +106,7 @@ class NativeMixers:
         self._bound: _Bound | None = None
         """Of the last forward; its layers share it."""
 
-    def bound(self, parts: RecurrentParts) -> _Bound:
+    def bound(self, parts: RecurrentParts | StackStates) -> _Bound:
         """Return a plan and its places for C++."""
         held = self._bound
         if held is None or not held.is_of(parts):
@@ -151,11 +171,11 @@ class NativeMixer:
         norm: GatedNormWeight | None = None,
         scale: float = 1.0,
     ) -> None:
-        self._mixers, self._kind, self.dtype, self._columns = mixers, kind, conv_CW.dtype, columns
+        self.mixers, self.kind, self.dtype, self.columns = mixers, kind, conv_CW.dtype, columns
         channels, taps = conv_CW.shape
         held = [_wide(one) for one in (conv_CW.T, bias_C, skip_H, None if norm is None else norm.weight)]
         heads = key_heads = keys = values = 0
-        self._width, self._kept = channels, (taps - 1, channels)
+        self.width, self._kept = channels, (taps - 1, channels)
         self._state: tuple[int, ...] | None = None
         self._work = channels * taps
         least = greatest = 0.0
@@ -164,11 +184,11 @@ class NativeMixer:
             held += [_wide(rates.rate_H), _wide(rates.bias_H)]
             least = rates.least
             greatest = float("inf") if rates.greatest is None else rates.greatest
-            self._width, self._state = sizes.width, (heads, keys, values)
+            self.width, self._state = sizes.width, (heads, keys, values)
             self._work += heads * keys * values
         groups, norm_width, gate_first, eps = sizes.width if sizes else 1, 1, 1, 0.0
         if norm is not None:
-            groups, norm_width, gate_first, eps = self._width // norm.part, len(norm.weight), norm.gate_first, norm.eps
+            groups, norm_width, gate_first, eps = self.width // norm.part, len(norm.weight), norm.gate_first, norm.eps
         elif sizes is not None:
             groups = heads
         self._held = held
@@ -179,36 +199,40 @@ class NativeMixer:
             rate, step_bias, skip, norm_weight, groups, norm_width, int(gate_first), least, greatest, scale, eps,
             mixers.parallel,
         )  # fmt: skip
-        self._place = ctypes.addressof(self._native)
+        self.place = ctypes.addressof(self._native)
+        self.rates = 2 * heads if kind == DELTA_RULE else 0
+        """Columns of the rates that are given beside the projection."""
+
+    def pools(self, given: Sequence[Tensor]) -> tuple[int, int | None]:
+        """Return the addresses of the pools of kept inputs and of states (None: no states)."""
+        assert given[0].shape[1:] == self._kept
+        assert given[0].dtype == self.dtype
+        if self._state is None:
+            return given[0].data_ptr(), None
+        assert given[1].shape[1:] == self._state
+        assert given[1].dtype == torch.float32
+        return given[0].data_ptr(), given[1].data_ptr()
 
     def __call__(self, x_TC: Tensor, parts: RecurrentParts, rates: Tensor | None = None) -> Tensor:
         """See the contract. ``MemoryError``: no memory for a piece."""
         if x_TC.stride(-1) != 1:
             x_TC = x_TC.contiguous()
-        rows, pools = x_TC.shape[0], parts.pools
-        assert x_TC.dtype == self.dtype == pools[0].dtype
-        assert x_TC.shape[1] == self._columns
-        assert pools[0].shape[1:] == self._kept
-        states = None
-        if self._state is not None:
-            assert pools[1].shape[1:] == self._state
-            assert pools[1].dtype == torch.float32
-            states = pools[1].data_ptr()
+        rows, (kept, states) = x_TC.shape[0], self.pools(parts.pools)
+        assert x_TC.dtype == self.dtype
+        assert x_TC.shape[1] == self.columns
         if rates is None:
             # The last columns are the rates of SSD.
-            rates_place, rates_stride = (
-                x_TC.data_ptr() + (self._columns - self._native.heads) * x_TC.itemsize,
-                x_TC.stride(0),
-            )
+            first = self.columns - self._native.heads
+            rates_place, rates_stride = x_TC.data_ptr() + first * x_TC.itemsize, x_TC.stride(0)
         else:
             assert rates.dtype == self.dtype
-            assert rates.shape == (rows, 2 * self._native.heads)
+            assert rates.shape == (rows, self.rates)
             rates = rates.contiguous()
             rates_place, rates_stride = rates.data_ptr(), rates.stride(0)
-        out_TD = x_TC.new_empty(rows, self._width)
-        if self._mixers.run(
-            self._place, self._mixers.bound(parts).place, out_TD.data_ptr(), x_TC.data_ptr(), x_TC.stride(0),
-            rates_place, rates_stride, pools[0].data_ptr(), states, threads_for(rows * self._work),
+        out_TD = x_TC.new_empty(rows, self.width)
+        if self.mixers.run(
+            self.place, self.mixers.bound(parts).place, out_TD.data_ptr(), x_TC.data_ptr(), x_TC.stride(0),
+            rates_place, rates_stride, kept, states, threads_for(rows * self._work),
         ):  # fmt: skip
             raise MemoryError(f"a recurrent layer over {rows} rows found no memory for its sums")
         return out_TD

@@ -50,6 +50,7 @@ class NativeRows(ReferenceRows):
         )
         self._soft_cap = library.function("quire_soft_cap", pointer, number, real, *end)
         self._gated = library.function("quire_gated", number, number, pointer, pointer, *[number] * 3, *end)
+        self._gate_heads = library.function("quire_gate_heads", number, pointer, pointer, *[number] * 6, *end)
         self._place_qkv = library.function(
             "quire_place_qkv",
             *(number, pointer, pointer, *[number] * 6, pointer, pointer, *[number] * 3),
@@ -134,6 +135,29 @@ class NativeRows(ReferenceRows):
             *(threads_for(2 * count * width), self._parallel),
         )
         return out
+
+    def gate_heads(self, out_THD: Tensor, gate: Tensor) -> Tensor:
+        """See ``RowKernels``."""
+        types, (count, heads, width), gate_width = TYPES.get((out_THD.dtype, gate.dtype)), out_THD.shape, gate.shape[-1]
+        fits = out_THD.is_cpu and out_THD.is_contiguous() and gate.shape == (count, heads, gate_width)
+        if types is None or types == 2 or not fits or gate_width not in (1, width) or gate.stride(2) != 1 != gate_width:
+            return super().gate_heads(out_THD, gate)
+        numbers = out_THD.numel()
+        self._gate_heads(
+            *(
+                types,
+                out_THD.data_ptr(),
+                gate.data_ptr(),
+                gate.stride(0),
+                gate.stride(1),
+                count,
+                heads,
+                width,
+                gate_width,
+            ),
+            *(threads_for(numbers), self._parallel),
+        )
+        return out_THD
 
     def rope_and_write_kv(
         self,
