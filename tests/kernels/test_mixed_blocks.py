@@ -6,7 +6,9 @@ Letters: T rows, E model width, F inner width, Z columns of the projection, S sl
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -330,7 +332,6 @@ def test_stacks_and_models(form: tuple[torch.dtype, WeightForm]) -> None:
     for counts in ((1, 1, 1), (4, 9, 1), (1, 1, 1)):
         plan = chains(list(counts))
         inputs = [block.states(plan) for block in model.mixed]
-        inputs = [replace(one, sources=inputs[0].sources, targets=inputs[0].targets) for one in inputs]
         tokens = np.arange(plan.num_rows) * 11 % 70
         x_TE = model.table_VE[torch.from_numpy(tokens)]
         model.state.begin_forward([0, 1, 2], list(counts))
@@ -350,16 +351,12 @@ def test_stacks_and_models(form: tuple[torch.dtype, WeightForm]) -> None:
 
 def test_a_stack_holds_no_pools_and_knows_each_state() -> None:
     """Two states in turns; the pools of one that is gone are free."""
-    import gc
-    import weakref
-
     model = Mixture((torch.float32, "float32"))
     stack, plan = model.stack(), chains([1, 1, 1])
     model.state.begin_forward([0, 1, 2], [1, 1, 1])
     x_TE, each = model.parts.drawn(3, WIDTH), []
     for seed in range(2):
         inputs = [drawn_inputs(block.layer, plan, seed) for block in model.mixed]
-        inputs = [replace(one, sources=inputs[0].sources, targets=inputs[0].targets) for one in inputs]
         pools = StackPools(tuple(one.pools for one in inputs))
         each.append((model.parts_of(plan, inputs, pools), model.one_by_one(x_TE, plan, inputs)))
     assert not torch.equal(each[0][1], each[1][1])
@@ -380,7 +377,6 @@ def test_trees_in_a_stack() -> None:
     assert stack is not None
     plan = trees([[-1, 0, 0, 1], [-1, -1, 1]])
     inputs = [block.states(plan) for block in model.mixed]
-    inputs = [replace(one, sources=inputs[0].sources, targets=inputs[0].targets) for one in inputs]
     given, x_TE = [copied(one) for one in inputs], model.parts.drawn(plan.num_rows, WIDTH)
     none = np.empty(0, np.int64)
     states = StackStates(plan, inputs[0].sources, inputs[0].targets, StackPools(tuple(one.pools for one in given)))
