@@ -38,11 +38,11 @@ def loaded(path: Path, dtype: str) -> LoadedModel:
 
 
 def state_of(model: LoadedModel) -> State:
-    pages = any(not isinstance(spec, Recurrent) for spec in model.layer_specs)
+    kinds = {isinstance(spec, Recurrent) for spec in model.layer_specs}
     return State(
         model.layer_specs,
-        capacity=1024 if pages else None,
-        num_states=40,
+        capacity=1024 if False in kinds else None,
+        num_states=40 if True in kinds else None,
         ring=1,
         page_size=4,
         format=kv_format("auto", model.dtype),
