@@ -365,7 +365,7 @@ def test_logits_that_are_no_numbers_lead_to_experts(name: str) -> None:
 def test_sums_of_a_router_are_those_of_float64(dtype: torch.dtype) -> None:
     """Random numbers, whose float32 sums round differently in every order."""
     generator = torch.Generator().manual_seed(3)
-    weight_XE, x_TE = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((19, 333), (50, 333)))
+    weight_XE, x_TE = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((19, 334), (50, 334)))
     kernel = native_experts()
     assert kernel is not None
     routing = Routing(top_k=19, softmax="chosen", in_float32=True)
@@ -398,10 +398,11 @@ def test_other_parts_run_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernel.experts(good, down[:1], gate) is None  # type: ignore[arg-type]
     assert kernel.experts(good, maps(32, 32, torch.bfloat16), gate) is None  # type: ignore[arg-type]
     assert kernel.experts(maps(32, 32), down, gate) is None  # type: ignore[arg-type]
-    assert kernel.experts([*good[:1], *maps(64, 64)[:1]], down, gate) is None  # type: ignore[list-item,arg-type]
+    assert kernel.experts([*good[:1], *maps(64, 16)[:1]], down, gate) is None  # type: ignore[list-item,arg-type]
     assert kernel.experts([*good[:1], object()], down, gate) is None  # type: ignore[list-item,arg-type]
     assert kernel.router(torch.ones(4, 32, dtype=torch.float16), None, None, Routing(top_k=2)) is None
     assert kernel.router(torch.ones(5000, 8), None, None, Routing(top_k=2)) is None
+    assert kernel.router(torch.ones(4, 33, dtype=torch.bfloat16), None, None, Routing(top_k=2)) is None
     narrow = Routing(top_k=2, groups=4, top_groups=2, group_score="best_two")
     assert kernel.router(torch.ones(4, 32), None, None, narrow) is None
     monkeypatch.setattr(kernel, "decides_ties", False)

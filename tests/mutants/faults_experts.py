@@ -41,8 +41,8 @@ MUTANTS = (
     Mutant(
         name="logits-in-float32-are-rounded-to-the-models-type",
         file="kernels/experts.py",
-        old="is_wide = routing.in_float32 or self.dtype == torch.float32",
-        new="is_wide = self.dtype == torch.float32",
+        old="is_wide = routing.in_float32 or dtype == torch.float32",
+        new="is_wide = dtype == torch.float32",
         tests=("kernels/test_native_experts.py::test_sums_of_a_router_are_those_of_float64",),
     ),
     Mutant(

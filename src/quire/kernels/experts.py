@@ -129,7 +129,12 @@ class NativeExperts:
             or (routing.group_score == "best_two" and routing.top_groups < routing.groups and per_group < 2)
         ):
             return None
-        return NativeRouter(self._route, self._linear, self._parallel, weight_XE, bias_X, correction_X, routing)
+        is_wide = routing.in_float32 or dtype == torch.float32
+        form = None if is_wide else self._linear.lossless(weight_XE)
+        if form is None and not is_wide:
+            return None
+        packed = None if form is None else self._linear.pack(weight_XE, bias_X, form)
+        return NativeRouter(self._route, packed, self._parallel, weight_XE, bias_X, correction_X, routing)
 
     def experts(
         self, gate_up: Sequence[LinearMap], down: Sequence[LinearMap], gate: GateForm
@@ -172,28 +177,25 @@ class NativeRouter:
     def __init__(
         self,
         run: ctypes._NamedFuncPointer,
-        linear: NativeLinear,
+        packed: NativeMap | None,
         parallel: int | None,
         weight_XE: Tensor,
         bias_X: Tensor | None,
         correction_X: Tensor | None,
         routing: Routing,
     ) -> None:
+        """``packed``: the map to logits in the dtype; None: they are sums in float64."""
         self._run, self._parallel, self._routing = run, parallel, routing
         self.dtype, (self.experts, self.width) = weight_XE.dtype, weight_XE.shape
         self._correction = None if correction_X is None else correction_X.float().contiguous()
-        self._weights, self._bias, self._map = None, None, None
-        is_wide = routing.in_float32 or self.dtype == torch.float32
-        form = None if is_wide else linear.lossless(weight_XE)
-        if form is None:
+        self._weights, self._bias, self._map = None, None, packed
+        if packed is None:
             panels = -(-self.experts // ROUTED)
             rows_XE = F.pad(weight_XE.float(), (0, 0, 0, panels * ROUTED - self.experts))
             self._weights = rows_XE.view(panels, ROUTED, self.width).transpose(1, 2).contiguous()
             self._bias = None if bias_X is None else bias_X.float().contiguous()
-        else:
-            self._map = linear.pack(weight_XE, bias_X, form)
         self.native = _RouterMap(
-            None if self._map is None else self._map.place, _place(self._weights), _place(self._bias), self.width,
+            None if packed is None else packed.place, _place(self._weights), _place(self._bias), self.width,
             _routing(routing, self.experts, self._correction),
         )  # fmt: skip
         self.place = ctypes.addressof(self.native)
