@@ -70,6 +70,7 @@ bench: $(VENV)/.stamp-test  ## Benchmarks beside transformers, and LLAMA=PYTHON,
 	$(BIN)/python bench/linear.py
 	$(BIN)/python bench/blocks.py
 	$(BIN)/python bench/mixers.py
+	$(BIN)/python bench/experts.py
 	$(BIN)/python bench/hybrids.py
 	$(BIN)/python bench/quantisation.py
 	$(BIN)/python bench/states.py

@@ -1,23 +1,26 @@
-"""Prefill and decode of models with recurrent layers, beside ``transformers``, as shares of the
-hardware's limits.
+"""Prefill and decode of models with recurrent layers or experts, beside ``transformers``, as shares
+of the hardware's limits.
 
-Random checkpoints (``checkpoints.drawn``) of a gated delta net, a Mamba-2 hybrid and a model with
-short convolutions. Each runtime is a process of its own that is stopped while the other one is
-measured. A round measures the same cell on each: the time to the first token of a prompt, or of
-steps after contexts that were placed before.
+Random checkpoints (``checkpoints.drawn``) of a gated delta net, a Mamba-2 hybrid, a model with
+short convolutions, and one with 4 of 32 experts. Each runtime is a process of its own that is
+stopped while the other one is measured. A round measures the same cell on each: the time to the
+first token of a prompt, or of steps after contexts that were placed before.
 
 *of possible* is the least time by the limits of the hardware over the measured one: computing at
 the peak of matrix products, or reading all weights once, K and V, and reading and writing the
-recurrent states, whichever takes longer.
+recurrent states, whichever takes longer. Of experts those are read that a batch of as many random
+choices is expected to have. With ``--quantization`` the bytes of plain weights still count, so the
+share says how much faster than these it is.
 
-``python bench/hybrids.py [--shapes qwen3.5-325m,bamba-250m,lfm2-245m] [--dtype bfloat16]
-[--no-peer] [--rounds 3] [--quick] [--small] [--dir DIR]``
+``python bench/hybrids.py [--shapes qwen3.5-325m,bamba-250m,lfm2-245m,qwen3-moe-669m]
+[--dtype bfloat16] [--quantization int4] [--no-peer] [--rounds 3] [--quick] [--small] [--dir DIR]``
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import sys
@@ -36,8 +39,8 @@ from quire_bench.peer_process import PeerFailed, PeerProcess
 from quire_bench.peer_table import Cell, parse_cells, started
 from quire_bench.reports import interleave, print_json, print_table, random_prompts
 
-SHAPES = ("qwen3.5-325m", "bamba-250m", "lfm2-245m")
-SMALL = ("qwen3.5-small", "bamba-small", "lfm2-small")
+SHAPES = ("qwen3.5-325m", "bamba-250m", "lfm2-245m", "qwen3-moe-669m")
+SMALL = ("qwen3.5-small", "bamba-small", "lfm2-small", "qwen3-moe-small")
 BYTES = {"bfloat16": 2, "float32": 4}
 
 
@@ -47,6 +50,9 @@ class Costs:
 
     matrices: int
     """Weights that every token multiplies, without the map to logits."""
+    experts: int
+    """Weights of experts, of which a token takes ``chosen`` parts."""
+    chosen: float
     head: int
     kept: int
     """Elements of a state in the model's dtype."""
@@ -64,8 +70,10 @@ class Costs:
         new, seen = (1, length) if cell.steps else (length, length / 2)
         # A recurrence reads its state by a key, writes it and reads it by a query: two operations
         # each. Without the delta rule it does not do the first.
-        flops = cell.batch * (2 * self.head + new * (2 * self.matrices + 4 * self.wide + 4 * self.scores * seen))
-        moved = (self.matrices + self.head) * size
+        multiplied = 2 * (self.matrices + self.experts * self.chosen)
+        flops = cell.batch * (2 * self.head + new * (multiplied + 4 * self.wide + 4 * self.scores * seen))
+        read = 1 - (1 - self.chosen) ** (cell.batch * (1 if cell.steps else cell.tokens))
+        moved = (self.matrices + self.experts * read + self.head) * size
         if cell.steps:
             moved += cell.batch * (length * self.kv * size + 2 * (self.kept * size + 4 * self.wide))
         return float(max(flops / peak / 1e12, moved / hardware["read_gbps"] / 1e9))
@@ -74,11 +82,13 @@ class Costs:
 def costs_of(path: Path) -> Costs:
     """Return the costs of a checkpoint of ``DRAWN``, whose heads are not tied."""
     config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    matrices = head = 0
+    matrices = head = experts = 0
     with safe_open(path / "model.safetensors", "pt") as tensors:
         for name in tensors.keys():  # noqa: SIM118
             shape = tensors.get_slice(name).get_shape()
-            if len(shape) == 2 and "embed" not in name:
+            if ".experts." in name:
+                experts += math.prod(shape)
+            elif len(shape) == 2 and "embed" not in name:
                 matrices, head = (
                     matrices + shape[0] * shape[1] * ("head" not in name),
                     max(head, shape[0] * shape[1] * ("head" in name)),
@@ -91,6 +101,8 @@ def costs_of(path: Path) -> Costs:
         heads, width, state = config["mamba_n_heads"], config["mamba_d_head"], config["mamba_d_state"]
         kept = (config["mamba_d_conv"] - 1) * (heads * width + 2 * config["mamba_n_groups"] * state)
         wide = heads * width * state
+    elif config["model_type"] == "qwen3_moe":
+        attending = layers
     else:
         attending = config["layer_types"].count("full_attention")
         if config["model_type"] == "lfm2":
@@ -103,6 +115,8 @@ def costs_of(path: Path) -> Costs:
     recurrent = layers - attending
     return Costs(
         matrices,
+        experts,
+        config.get("num_experts_per_tok", 0) / config.get("num_experts", config.get("num_local_experts", 1)),
         head,
         recurrent * kept,
         recurrent * wide,
@@ -209,7 +223,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                         "load",
                         model=str(path),
                         dtype=options.dtype,
-                        quantization=None,
+                        quantization=options.quantization if peer == "quire" else None,
                         threads=options.threads,
                         length=length,
                         batch=batch,
@@ -219,12 +233,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                     )
                     bench.peers[peer] = process
                 cells = [bench.measure(cell) for cell in options.cells]
-            print(f"\n{name}, {options.dtype}:")
+            print(f"\n{name}, {options.quantization or options.dtype}:")
             print_table(rows_of(cells))
             models.append({"shape": name, "cells": cells})
     document = {
         "benchmark": "hybrids",
         "dtype": options.dtype,
+        "quantization": options.quantization,
         "threads": options.threads,
         "rounds": options.rounds,
         "hardware": hardware,
@@ -238,6 +253,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", type=lambda text: text.split(","), default=list(SHAPES))
     parser.add_argument("--dtype", choices=tuple(BYTES), default="bfloat16")
+    parser.add_argument("--quantization", choices=("int8", "int4"), help="of Quire's weights")
     parser.add_argument("--prefill", default="512,2048", help="lengths of prompts")
     parser.add_argument("--decode", default="1x128,4x128,16x128", help="batches x contexts")
     parser.add_argument("--steps", type=int, default=16, help="decode steps of a round")

@@ -312,7 +312,28 @@ LFM: dict[str, Any] = {
     "num_key_value_heads": 8,
     "max_position_embeddings": 8192,
 }
+MOE: dict[str, Any] = {
+    "vocab_size": 16384,
+    "hidden_size": 1024,
+    "num_hidden_layers": 12,
+    "intermediate_size": 2048,
+    "moe_intermediate_size": 512,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "norm_topk_prob": True,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "max_position_embeddings": 8192,
+}
 DRAWN: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3-moe-669m": ("qwen3_moe", MOE),
+    "qwen3-moe-small": (
+        "qwen3_moe",
+        MOE
+        | {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "moe_intermediate_size": 48}
+        | {"num_experts": 8, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
+    ),
     "qwen3.5-325m": ("qwen3_5_text", QWEN),
     "qwen3.5-small": (
         "qwen3_5_text",

@@ -46,6 +46,7 @@ from quire.kernels.block import native_blocks
 from quire.kernels.cores import limit_threads
 from quire.kernels.draw.triton_draw import fastest_draw
 from quire.kernels.draw.triton_penalties import fastest_penalties
+from quire.kernels.experts import native_experts
 from quire.kernels.linear.cpu_linear import native_linear
 from quire.kernels.linear.float8 import Float8Linear, float8_problem
 from quire.kernels.linear.low_rank import native_low_rank
@@ -777,7 +778,7 @@ def layer_kernels(device: torch.device, quantization: str | None = None) -> Laye
         has_triton = not triton_problem(device)
         linear = Float8Linear() if form else TritonBlocks(device) if has_triton else None
         return LayerKernels(TritonRows() if has_triton else None, linear, form)
-    return LayerKernels(native_rows(), native_linear(), form, native_blocks(), native_mixers())
+    return LayerKernels(native_rows(), native_linear(), form, native_blocks(), native_mixers(), native_experts())
 
 
 def quantization_problem(quantization: Quantization, device: torch.device) -> str:

@@ -596,12 +596,27 @@ class TestMixers:
             assert 0 < rows[layer, "decode of 1"]["µs"] < rows[layer, "prompt of 2048"]["µs"]
 
 
+class TestExperts:
+    def test_runs_and_reports(self) -> None:
+        if native_problem():
+            pytest.skip(native_problem())
+        threads = torch.get_num_threads()
+        table, result = run_plain("experts", "--small")
+        torch.set_num_threads(threads)
+        assert "processor_over_call" in table
+        assert [(row["form"], row["rows"]) for row in result["rows"]] == [
+            (form, rows) for form in ("bfloat16", "int4", "float32") for rows in (1, 5)
+        ]
+        assert all(0 < row["least"] <= row["over_call"] <= row["most"] for row in result["rows"])
+
+
 class TestHybrids:
     @pytest.mark.slow
     def test_runs_and_reports(self, directory: Path) -> None:
         table, result = run_plain("hybrids", "--small", "--dtype", "float32", "--dir", str(directory))
         assert "bamba-small, float32" in table
-        assert [model["shape"] for model in result["models"]] == ["qwen3.5-small", "bamba-small", "lfm2-small"]
+        shapes = ["qwen3.5-small", "bamba-small", "lfm2-small", "qwen3-moe-small"]
+        assert [model["shape"] for model in result["models"]] == shapes
         for model in result["models"]:
             assert [cell["cell"] for cell in model["cells"]] == ["prefill 40", "decode 2 after 20"]
             for cell in model["cells"]:
@@ -618,7 +633,8 @@ class TestHybrids:
                 state = llm.engine.runner.state
                 assert 2 * costs.kept + 4 * costs.wide == state.geometry.state_bytes
                 assert 2 * costs.kv == llm.bytes_per_token
-                assert costs.matrices + costs.head < llm.model.num_parameters
+                assert costs.matrices + costs.experts + costs.head < llm.model.num_parameters
+                assert (costs.experts, costs.chosen) == ((2 * 8 * 3 * 64 * 48, 0.5) if "moe" in name else (0, 0))
 
 
 class TestLatent:

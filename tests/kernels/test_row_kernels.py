@@ -294,6 +294,58 @@ def test_gates(kernels: RowKernels, dtype: torch.dtype, activation: ActivationNa
     assert kernels.gated(heads, activation).shape == (2, 3, 20)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_clamped_gates(kernels: RowKernels, dtype: torch.dtype) -> None:
+    """Beyond the limit on every side: a large gate is cut, a very negative one is not, up is cut on
+    both sides."""
+    for width, count in itertools.product(WIDTHS, COUNTS):
+        h = drawn(count, 2 * width, dtype=dtype, seed=width)
+        found = kernels.clamped(h, 1.7, 2.0)
+        gate, up = h[:, 0::2].double().clamp(max=2.0), h[:, 1::2].double().clamp(-2.0, 2.0)
+        exact = gate * torch.sigmoid(1.7 * gate) * (up + 1)
+        # An exponent of magnitude m is off by m half units, and so is the power; four roundings.
+        # Where up is near -1, their sum has an error of its own.
+        off = exact.abs() * SINGLE * (8 + (1.7 * gate).abs()) + gate.abs() * SINGLE
+        assert_near(found, exact, off)
+    wider = drawn(3, 50, dtype=dtype)
+    assert torch.equal(kernels.clamped(wider[:, 1:49], 1.7, 2.0), kernels.clamped(wider[:, 1:49].clone(), 1.7, 2.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_clamped_gates_of_what_is_no_number(kernels: RowKernels, dtype: torch.dtype) -> None:
+    bad = torch.tensor([math.nan, -math.nan, math.inf, 3e38, -3e38, 0.0, -0.0, 100.0, -100.0])
+    h = torch.cartesian_prod(bad, bad).flatten()[None].to(dtype)
+    gate, up = h[:, 0::2].double().clamp(max=7.0), h[:, 1::2].double().clamp(-7.0, 7.0)
+    exact = gate * torch.sigmoid(1.7 * gate) * (up + 1)
+    found = kernels.clamped(h, 1.7, 7.0)
+    assert torch.equal(found.isnan(), exact.isnan())
+    # As above, for exponents of up to 170; of larger ones nothing is left.
+    allowed = exact.abs() * (torch.finfo(dtype).eps + SINGLE * 180) + torch.finfo(dtype).tiny
+    assert ((found - exact).abs() <= allowed)[~exact.isnan()].all()
+
+
+@pytest.mark.product(2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rows_weighed_by_a_product(kernels: RowKernels, dtype: torch.dtype) -> None:
+    in_float64 = isinstance(kernels, NativeRows) and dtype != torch.float16
+    for width, count in itertools.product(WIDTHS, COUNTS):
+        x_TE, y_TE = drawn(count, width, dtype=dtype), drawn(count, width, dtype=dtype, seed=1)
+        weight_E = drawn(width, dtype=dtype, seed=2) / width
+        before, y = x_TE.clone(), y_TE.double()
+        logits_T = x_TE.double() @ weight_E.double()
+        found = kernels.weigh(y_TE, x_TE, weight_E)
+        assert found is y_TE
+        assert torch.equal(x_TE, before)
+        # The logit is rounded to the dtype, and a float32 sum by its terms before; the logistic
+        # function has a slope of 1/4 at most and is rounded, too.
+        rounding = torch.finfo(dtype).eps
+        wrong_T = logits_T.abs() * rounding + torch.finfo(dtype).tiny
+        if not in_float64:
+            wrong_T += (x_TE.double().abs() @ weight_E.double().abs()) * width * SINGLE
+        share_T1 = torch.sigmoid(logits_T)[:, None]
+        assert_near(found, y * share_T1, y.abs() * (wrong_T[:, None] / 4 + share_T1 * (rounding + 4 * SINGLE)))
+
+
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
 def test_gates_over_all_magnitudes(kernels: RowKernels, activation: ActivationName) -> None:
     """Relative error where PyTorch has cancellation: the C++ forms have none."""
@@ -484,6 +536,7 @@ def test_rows_are_the_same_in_any_batch_to_the_bit(dtype: torch.dtype, level: in
         gates = [kernels.gated(h, name) for name in ("silu", "gelu", "gelu_tanh")]
         heads_THD, head_gates = y.view(37, 1, width), h.view(37, 1, 2 * width)[..., width:]
         opened_THD = kernels.gate_heads(heads_THD.clone(), head_gates)
+        clamped, weighed = kernels.clamped(h, 1.7, 2.0), kernels.weigh(y.clone(), x, weight_E)
         for row in (slice(0, 1), slice(36, 37), slice(3, 20)):
             assert torch.equal(kernels.rms_norm(x[row], weight_E, EPS), normed[row])
             one = y[row].clone()
@@ -495,6 +548,8 @@ def test_rows_are_the_same_in_any_batch_to_the_bit(dtype: torch.dtype, level: in
             assert torch.equal(kernels.add_scaled(y[row].clone(), x[row], 0.22), scaled[row])
             assert torch.equal(kernels.soft_cap(h[row].clone().float(), 2.0), capped[row])
             assert torch.equal(kernels.gate_heads(heads_THD[row].clone(), head_gates[row]), opened_THD[row])
+            assert torch.equal(kernels.clamped(h[row], 1.7, 2.0), clamped[row])
+            assert torch.equal(kernels.weigh(y[row].clone(), x[row], weight_E), weighed[row])
             for name, gate in zip(("silu", "gelu", "gelu_tanh"), gates, strict=True):
                 assert torch.equal(kernels.gated(h[row], name), gate[row])
         case = Case(dtype, count=17, dk=width % 100 * 2, rotary=width % 100, dv=3, norms=dtype)
@@ -528,3 +583,6 @@ def test_other_dtypes_take_pytorchs_form() -> None:
     assert found.dtype == torch.float64
     torch.testing.assert_close(found, exact_norm(x, weight_E, EPS))
     torch.testing.assert_close(native().gated(h, "silu"), REFERENCE_ROWS.gated(h, "silu"))
+    assert torch.equal(native().clamped(h, 1.7, 2.0), REFERENCE_ROWS.clamped(h, 1.7, 2.0))
+    expected = REFERENCE_ROWS.weigh(x.clone(), x, weight_E)
+    assert torch.equal(native().weigh(x.clone(), x, weight_E), expected)

@@ -27,6 +27,7 @@ SUITES = {
     # PyTorch's exceptions cannot pass a preloaded sanitizer.
     "rows": ["tests/kernels/test_row_kernels.py", "-k", "not other_shapes"],
     "checked rows": ["tests/kernels/test_checked_rows.py"],
+    "experts": ["tests/kernels/test_native_experts.py"],
     "recurrent layers": ["tests/kernels/test_native_mixers.py"],
     "low rank": ["tests/adapters/test_native_low_rank.py", "-k", "reference or random or bit"],
 }

@@ -30,6 +30,7 @@ from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkR
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
 from quire.base.errors import CheckpointError, InvalidArgument, QuireError, Unsupported
+from quire.contracts.experts import Routing
 from quire.contracts.layers import LatentAttention
 from quire.contracts.model import LatentExpansion
 from quire.models.families import FAMILIES
@@ -38,7 +39,7 @@ from quire.nn.experts import MixtureOfExperts, Router
 from quire.nn.latent import MultiHeadLatentAttention
 from quire.nn.mlp import GatedMLP
 from quire.nn.packed import PackedLinear, can_pack
-from quire.ops.experts import Routing, route
+from quire.ops.experts import route
 from quire.ops.rope import RotaryTable, rotate
 from quire.weights.safetensors_files import SINGLE_FILE
 

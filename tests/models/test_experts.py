@@ -24,6 +24,7 @@ from transformers.models.qwen2_moe import modeling_qwen2_moe as qwen2_moe
 from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
 
 from quire.contracts.block_calls import LayerKernels
+from quire.contracts.experts import Routing
 from quire.nn import experts as module
 from quire.nn.experts import (
     ActivatedGate,
@@ -38,7 +39,7 @@ from quire.nn.experts import (
 from quire.nn.linear import Linear
 from quire.nn.mlp import GatedMLP
 from quire.nn.packed import PackedLinear, can_pack, pack_maps
-from quire.ops.experts import Routing, mix, route
+from quire.ops.experts import mix, route
 
 X, K, E, INNER = 6, 3, 64, 40
 DUPLICATED = (0, 2, X - 1)

@@ -52,8 +52,8 @@ KERNELS = (
     Mutant(
         name="four-bit-weights-of-another-scale",
         file="build.py",
-        old="LayerKernels(native_rows(), native_linear(), form,",
-        new="LayerKernels(native_rows(), native_linear(), None,",
+        old="native_rows(), native_linear(), form,",
+        new="native_rows(), native_linear(), None,",
         tests=("engine/test_quantized.py::test_tokens_are_those_of_the_rounded_weights",),
     ),
     Mutant(
@@ -270,9 +270,9 @@ EXPERTS = (
     ),
     Mutant(
         name="clamped-gate-without-its-one",
-        file="nn/experts.py",
-        old=".mul_(up_PF.add_(1))",
-        new=".mul_(up_PF)",
+        file="ops/rows.py",
+        old=".mul_(up.add_(1))",
+        new=".mul_(up)",
         tests=("models/test_experts.py::test_clamped_gate",),
     ),
 )

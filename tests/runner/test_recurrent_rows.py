@@ -37,6 +37,7 @@ DENSE = (
 HYBRIDS = (
     *("mamba2", "bamba", "bamba-biases", "lfm2", "lfm2-biases-untied", "lfm3", "qwen3.5"),
     *("granite-4-dense", "falcon-h1", "falcon-h1-normed", "falcon-h1-biases-plain"),
+    *("granite-4", "qwen3-next"),
 )
 
 
@@ -104,17 +105,9 @@ def test_rows_are_the_same_in_any_batch(name: str, dtype: str, tmp_path: Path) -
         assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize(
-    ("name", "part"),
-    [
-        ("qwen3-next", "Mixture"),
-        ("mamba2-gelu-narrow", "Mamba2Mixer"),
-        ("granite-4", "MixtureOfExperts"),
-    ],
-)
-def test_what_pytorch_computes_is_named(name: str, part: str, tmp_path: Path) -> None:
-    model = loaded(make_checkpoint(named(name), tmp_path).path, "float32")
-    assert part in row_dependence(model, state_of(model))
+def test_what_pytorch_computes_is_named(tmp_path: Path) -> None:
+    model = loaded(make_checkpoint(named("mamba2-gelu-narrow"), tmp_path).path, "float32")
+    assert "Mamba2Mixer" in row_dependence(model, state_of(model))
 
 
 @pytest.mark.parametrize(("name", "part"), [("qwen3.5", "GatedAttention"), ("lfm3", "HeadGatedAttention")])

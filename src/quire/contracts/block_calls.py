@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.contracts.attention import Scoring
+from quire.contracts.experts import ExpertKernel
 from quire.contracts.kv_format import KVView
 from quire.contracts.layers import RopeSpec
 from quire.contracts.linear import BlockRows, CodeRows, LinearKernel, LinearMap, Quantization
@@ -210,6 +211,8 @@ class LayerKernels:
     """None: the parts of a block run one by one."""
     mixers: MixerKernel | None = None
     """None: the parts of a recurrent layer run one by one."""
+    experts: ExpertKernel | None = None
+    """None: the parts of a mixture of experts run one by one."""
     read: Callable[[Tensor], Tensor] | None = None
     """Returns the values of a weight, which may still be in a file. None: the weight has them
     itself."""

@@ -60,6 +60,15 @@ class RowKernels(Protocol):
         """Multiply contiguous heads by ``sigmoid(gate)`` in place; return them. ``gate [T, H, D]``,
         or ``[T, H, 1]``."""
 
+    def clamped(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+        """Map ``[..., 2F]``, columns of gate and up by turns, to a fresh ``[..., F]``:
+        ``gate * sigmoid(alpha * gate) * (up + 1)``, gate at most ``limit``, up in
+        -``limit``..``limit``."""
+
+    def weigh(self, y_TE: Tensor, x_TE: Tensor, weight_E: Tensor) -> Tensor:
+        """Multiply y in place by ``sigmoid(x @ weight)``, one number for each row; return it. The
+        weight has the dtype of x and y."""
+
     def rope_and_write_kv(
         self,
         qkv_TC: Tensor,

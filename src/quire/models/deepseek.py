@@ -21,6 +21,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
+from quire.contracts.experts import Routing
 from quire.contracts.layers import FullAttention, LatentAttention
 from quire.models.config_fields import ConfigFields, config_reader
 from quire.models.decoder import Decoder, DecoderConfig, MlpBuilder, Parameters, linear
@@ -32,7 +33,6 @@ from quire.models.tensor_names import IgnorableNames, ignorable_names, mlp_names
 from quire.nn.latent import MultiHeadLatentAttention, QueryUp
 from quire.nn.linear import Linear
 from quire.nn.norm import RMSNorm
-from quire.ops.experts import Routing
 from quire.weights.places import NameTable, Place
 
 LATENT_NORM_EPS = 1e-6

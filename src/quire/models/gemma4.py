@@ -21,6 +21,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from quire.contracts.experts import Routing
 from quire.contracts.model import Pass
 from quire.contracts.ranks import Share
 from quire.models.blocks import FeedForward, Mixer
@@ -49,7 +50,6 @@ from quire.models.geometry import (
 from quire.models.mixture import read_num_experts
 from quire.nn.experts import ActivatedGate, ExpertLinear, Experts, Router
 from quire.nn.norm import RMSNorm
-from quire.ops.experts import Routing
 from quire.weights.lazy_parameters import late
 from quire.weights.places import NameTable, Place
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quire.base.errors import Unsupported
+from quire.contracts.experts import Routing
 from quire.models.blocks import FeedForward
 from quire.models.config_fields import ConfigFields, config_reader
 from quire.models.decoder import Parameters
@@ -20,7 +21,6 @@ from quire.models.geometry import read_geometry, read_layer_types, read_window, 
 from quire.models.mixture import MixtureConfig, experts_of, pass_over_training, read_num_experts, router
 from quire.models.tensor_names import trunk_names
 from quire.nn.experts import ClampedGate, MixtureOfExperts
-from quire.ops.experts import Routing
 from quire.weights.floats import TRANSPOSED
 from quire.weights.mxfp4 import BLOCK, MXFP4
 from quire.weights.places import NameTable, Place

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from quire.contracts.experts import Routing
 from quire.models.bamba import read_mamba_mixers
 from quire.models.config_fields import ConfigFields, refuse_unsupported
 from quire.models.decoder import AttentionSpec, DecoderConfig
@@ -19,7 +20,6 @@ from quire.models.hybrid_decoder import only_attending, respelled
 from quire.models.mamba2 import MambaConfig, mamba_names
 from quire.models.mixture import MixtureConfig, pass_over_training, read_num_experts
 from quire.models.tensor_names import LLAMA_NAMES, name_table, trunk_names
-from quire.ops.experts import Routing
 from quire.weights.places import NameTable, Place
 
 KINDS: Mapping[str, bool] = {"full_attention": True, "attention": True, "linear_attention": False, "mamba": False}

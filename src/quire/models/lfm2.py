@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from quire.contracts.experts import Routing
 from quire.models.config_fields import ConfigFields, refuse_unsupported
 from quire.models.decoder import DecoderConfig, Parameters, linear
 from quire.models.geometry import (
@@ -31,7 +32,6 @@ from quire.models.hybrid_decoder import (
 from quire.models.mixture import MixtureConfig, mixture_names, pass_over_training, read_layer_numbers, read_num_experts
 from quire.models.tensor_names import Names, name_table
 from quire.nn.short_conv import ShortConv, ShortConvShape
-from quire.ops.experts import Routing
 from quire.weights.places import NameTable, Place
 
 KINDS: Mapping[str, bool] = {"full_attention": True, "conv": False}

@@ -6,10 +6,10 @@ transformers writes them. transformers 5 can also stack them.
 
 from __future__ import annotations
 
+from quire.contracts.experts import Routing
 from quire.models.config_fields import ConfigFields, config_reader
 from quire.models.geometry import expect_layer_types, read_geometry, read_window, rope_of
 from quire.models.mixture import MixtureConfig, mixture_names, pass_over_training, read_num_experts
-from quire.ops.experts import Routing
 from quire.weights.places import NameTable
 
 

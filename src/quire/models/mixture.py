@@ -16,13 +16,13 @@ from typing import Self
 
 import torch
 
+from quire.contracts.experts import Routing
 from quire.contracts.ranks import Share
 from quire.models.blocks import FeedForward
 from quire.models.config_fields import ConfigFields
 from quire.models.decoder import DecoderConfig, Parameters, gated_mlp, linear
 from quire.models.tensor_names import LLAMA_NAMES, Names, mlp_names, trunk_names
 from quire.nn.experts import ActivatedGate, ExpertLinear, Experts, Gate, MixtureOfExperts, Router, SharedExpert
-from quire.ops.experts import Routing
 from quire.weights.lazy_parameters import late
 from quire.weights.places import Place
 

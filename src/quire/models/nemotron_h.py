@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Self
 from torch import Tensor
 
 from quire.base.errors import Unsupported
+from quire.contracts.experts import Routing
 from quire.contracts.model import Block, Pass
 from quire.contracts.ranks import Share
 from quire.models.blocks import FeedForward, Norm
@@ -35,10 +36,9 @@ from quire.models.mixture import (
     router,
 )
 from quire.models.tensor_names import IgnorableNames
-from quire.nn.experts import LatentMixture, MixtureOfExperts, SharedExpert
+from quire.nn.experts import LatentMixture, MixtureOfExperts, SharedExpert, SquaredGate
 from quire.nn.mamba import Mamba2Shape
-from quire.nn.mlp import SquaredMLP, squared_relu
-from quire.ops.experts import Routing
+from quire.nn.mlp import SquaredMLP
 from quire.weights.places import NameTable, Place
 
 KINDS: Mapping[str, str] = {
@@ -308,7 +308,7 @@ def _feed_forward(config: NemotronConfig, block: int, parameters: Parameters) ->
     if block not in config.mixtures:
         return SquaredMLP(*(linear(parameters, f"{block}.{name}") for name in ("up", "down")))
     assert isinstance(trunk, MixtureConfig)
-    experts = experts_of(trunk, block, parameters, squared_relu, up=("up", 1), width=config.latent_size)
+    experts = experts_of(trunk, block, parameters, SquaredGate(), up=("up", 1), width=config.latent_size)
     shared = SharedExpert(SquaredMLP(*(linear(parameters, f"{block}.shared.{name}") for name in ("up", "down"))))
     if config.latent_size is None:
         return MixtureOfExperts(router(trunk, block, parameters), experts, shared)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from quire.contracts.experts import Routing
 from quire.contracts.ranks import Share
 from quire.models.config_fields import ConfigFields, refuse_unsupported
 from quire.models.decoder import DecoderConfig, Parameters, linear
@@ -34,7 +35,6 @@ from quire.models.rope_config import without_sections
 from quire.models.tensor_names import LLAMA_NAMES, IgnorableNames, ignorable_names, name_table
 from quire.nn.delta import DeltaShape, GatedDeltaNet
 from quire.nn.norm import GatedRMSNorm
-from quire.ops.experts import Routing
 from quire.ops.rows import ACTIVATIONS
 from quire.weights.places import NameTable, Place
 

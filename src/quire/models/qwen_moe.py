@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from quire.contracts.experts import Routing
 from quire.models.config_fields import ConfigFields, config_reader
 from quire.models.geometry import (
     DecoderGeometry,
@@ -27,7 +28,6 @@ from quire.models.mixture import (
     read_layer_numbers,
     read_num_experts,
 )
-from quire.ops.experts import Routing
 from quire.weights.floats import TRANSPOSED
 from quire.weights.places import NameTable
 

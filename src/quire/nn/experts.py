@@ -2,7 +2,8 @@
 
 All tokens of a ragged batch are sorted by expert. So each expert runs once, as one matrix product
 over its rows, and reads its weights once. Unchosen experts are not read: a decode of one token
-reads K of X. ``quire.ops.experts`` defines the result.
+reads K of X. ``quire.ops.experts`` defines the result. A kernel may run a router, all experts, or a
+whole layer as one call (``contracts.experts``); the parts here define what it computes.
 
 Letters: T tokens, X experts, K experts of a token, P = T * K pairs of a token and an expert, E
 model width, F inner width of an expert, G = 2F, I input and O output features.
@@ -10,9 +11,9 @@ model width, F inner width of an expert, G = 2F, I input and O output features.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -20,12 +21,13 @@ from torch import Tensor
 
 from quire.base.errors import Unsupported
 from quire.contracts.block_calls import LayerKernels
+from quire.contracts.experts import ExpertsCall, GateForm, MixtureCall, RouterCall, Routing, SharedParts
 from quire.contracts.linear import JoiningKernel, LinearStack, StackKernel
 from quire.contracts.rows import ActivationName, RowKernels
 from quire.nn.linear import Linear
-from quire.nn.mlp import GatedMLP, SquaredMLP
-from quire.nn.packed import KernelLinear, pack_maps, packed
-from quire.ops.experts import Routing, route
+from quire.nn.mlp import GatedMLP, SquaredMLP, squared_relu
+from quire.nn.packed import KernelLinear, kernel_maps, pack_maps, packed
+from quire.ops.experts import route
 from quire.ops.rows import REFERENCE_ROWS
 
 MAX_PAIRS = 1 << 15
@@ -44,6 +46,10 @@ class ActivatedGate:
     activation: ActivationName = "silu"
     row_kernels: RowKernels = REFERENCE_ROWS
 
+    @property
+    def form(self) -> GateForm:
+        return GateForm(self.activation)
+
     def __call__(self, h_PG: Tensor) -> Tensor:
         """Map ``[P, 2F]`` to a fresh ``[P, F]``."""
         return self.row_kernels.gated(h_PG, self.activation)
@@ -57,15 +63,29 @@ class ClampedGate:
 
     alpha: float
     limit: float
+    row_kernels: RowKernels = REFERENCE_ROWS
+
+    @property
+    def form(self) -> GateForm:
+        return GateForm("clamped", self.alpha, self.limit)
 
     def __call__(self, h_PG: Tensor) -> Tensor:
         """Map ``[P, 2F]`` to a fresh ``[P, F]``."""
-        gate_PF = h_PG[..., 0::2].float().clamp(max=self.limit)
-        up_PF = h_PG[..., 1::2].float().clamp(-self.limit, self.limit)
-        return torch.sigmoid(gate_PF * self.alpha).mul_(gate_PF).mul_(up_PF.add_(1)).to(h_PG.dtype)
+        return self.row_kernels.clamped(h_PG, self.alpha, self.limit)
 
 
-Gate: TypeAlias = Callable[[Tensor], Tensor]
+@dataclass(slots=True, eq=False)
+class SquaredGate:
+    """``max(h, 0) ** 2``, without a gate (Nemotron-H)."""
+
+    form: ClassVar = GateForm("squared")
+
+    def __call__(self, h_PF: Tensor) -> Tensor:
+        """Map ``[P, F]`` to a fresh ``[P, F]``."""
+        return squared_relu(h_PF)
+
+
+Gate: TypeAlias = ActivatedGate | ClampedGate | SquaredGate
 """The function between an expert's two products."""
 
 
@@ -77,9 +97,11 @@ class Router:
     and so the choice between tied experts, would depend on the number of tokens and the expert's
     place in the table: a chunked prompt could take other experts than a whole one. In bfloat16 and
     float16 the coarser rounding of the kernel's float32 sum has the same effect but for the rarest
-    cases. A routing ``in_float32`` is treated as float32 for every model dtype."""
+    cases. A routing ``in_float32`` is treated as float32 for every model dtype.
 
-    __slots__ = ("_in_float32", "bias", "correction", "routing", "weight")
+    A kernel's ``call`` does the same with sums in one order for any number of tokens."""
+
+    __slots__ = ("_given", "_in_float32", "_wide", "bias", "call", "correction", "routing", "weight")
 
     def __init__(
         self, weight: Tensor, bias: Tensor | None, routing: Routing, correction_X: Tensor | None = None
@@ -88,14 +110,28 @@ class Router:
         dtype = weight.dtype
         if self._in_float32:
             dtype = torch.float64 if weight.device.type in ("cpu", "cuda") else torch.float32
+        self._given, self._wide = weight.dtype, dtype
         self.weight = weight.to(dtype)
         self.bias = None if bias is None else bias.to(dtype)
         self.correction = None if correction_X is None else correction_X.float()
         self.routing = routing
+        self.call: RouterCall | None = None
+
+    def pack(self, kernels: LayerKernels) -> int:
+        """Give the router a kernel's call, and keep its weight in the model's dtype. Return the
+        growth of the weights in bytes: none of a weight so small is counted."""
+        if kernels.experts is not None and self.call is None:
+            weight_XE = self.weight.to(self._given)
+            self.call = kernels.experts.router(weight_XE, self.bias, self.correction, self.routing)
+            if self.call is not None:
+                self.weight = weight_XE
+        return 0
 
     def __call__(self, x_TE: Tensor) -> tuple[Tensor, Tensor]:
         """Map ``[T, E]`` to float32 weights and int64 experts ``[T, K]``, best first."""
-        logits_TX = F.linear(x_TE.to(self.weight.dtype), self.weight, self.bias)
+        if self.call is not None and self.call.takes(x_TE):
+            return self.call(x_TE)
+        logits_TX = F.linear(x_TE.to(self._wide), self.weight.to(self._wide), self.bias)
         logits_TX = logits_TX.to(torch.float32 if self._in_float32 else x_TE.dtype)
         return route(logits_TX, self.routing, self.correction)
 
@@ -180,6 +216,9 @@ class Experts:
     """E to what ``gate`` takes: 2F rows of gate and up, or F without a gate."""
     down: ExpertLinear
     gate: Gate
+    call: ExpertsCall | None = field(init=False, default=None)
+    """All experts as one call of a kernel; None: they run one by one, or as two grouped
+    products."""
     _can_group: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -192,12 +231,19 @@ class Experts:
             stack.check(kernels)
         grown = pack_maps(self, kernels)
         self.__post_init__()
+        if kernels.experts is not None:
+            gate_up, down = kernel_maps(self.gate_up.maps), kernel_maps(self.down.maps)
+            if gate_up is not None and down is not None:
+                self.call = kernels.experts.experts(gate_up, down, self.gate.form)
         return grown
 
     def __call__(self, x_TE: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
         """Map ``[T, E]``, float32 ``[T, K]`` and int64 ``[T, K]`` to a fresh ``[T, E]``:
         ``ops.experts.mix``. Each token's terms are added in float32 in the order of its choices, so
-        the rest of the batch changes only the rounding of the products."""
+        the rest of the batch changes only the rounding of the products, and those of a kernel's
+        call not at all."""
+        if self.call is not None and self.call.takes(x_TE):
+            return self.call(x_TE, weights_TK, experts_TK)
         block = max(1, MAX_PAIRS // experts_TK.shape[1])
         if len(x_TE) <= block:
             return self._mix(x_TE, weights_TK, experts_TK)
@@ -210,8 +256,10 @@ class Experts:
     def _mix(self, x_TE: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
         if len(x_TE) == 1 and not self._can_group:
             # One token needs no sorting.
-            y_KE = torch.cat([self._expert(expert, x_TE) for expert in experts_TK[0].tolist()])
-            return (weights_TK @ y_KE.float()).to(x_TE.dtype)
+            out_TE = torch.zeros_like(x_TE, dtype=torch.float32)
+            for k, expert in enumerate(experts_TK[0].tolist()):
+                out_TE.addcmul_(self._expert(expert, x_TE).float(), weights_TK[:, k : k + 1])
+            return out_TE.to(x_TE.dtype)
         num_choices = experts_TK.shape[1]
         expert_P, pair_P = experts_TK.flatten().sort(stable=True)
         ends_X = torch.searchsorted(expert_P, torch.arange(self.gate_up.count, device=x_TE.device), right=True)
@@ -252,15 +300,39 @@ class SharedExpert:
     mlp: GatedMLP | SquaredMLP
     gate: Linear | None = None
     """E to 1"""
+    row_kernels: RowKernels = REFERENCE_ROWS
 
     def __call__(self, x_TE: Tensor) -> Tensor:
         """Map ``[T, E]`` to a fresh ``[T, E]``."""
-        y_TE = self.mlp(x_TE)
-        return y_TE if self.gate is None else y_TE.mul_(torch.sigmoid(self.gate(x_TE)))
+        y_TE, gate = self.mlp(x_TE), self.gate
+        if gate is None:
+            return y_TE
+        if gate.is_plain and gate.bias is None:
+            return self.row_kernels.weigh(y_TE, x_TE, gate.weight[0])
+        return y_TE.mul_(torch.sigmoid(gate(x_TE)))
 
     def pack(self, kernels: LayerKernels) -> int:
         """Pack the MLP; return the growth of its weights in bytes. The small gate stays plain."""
+        if kernels.rows is not None:
+            self.row_kernels = kernels.rows
         return pack_maps(self.mlp, kernels)
+
+    @property
+    def is_plain(self) -> bool:
+        """Return True if no adapter changes a map in this forward."""
+        return all(one.is_plain for one in self._maps) and (self.gate is None or self.gate.is_plain)
+
+    @property
+    def _maps(self) -> tuple[Linear, Linear]:
+        return (self.mlp.gate_up if isinstance(self.mlp, GatedMLP) else self.mlp.up), self.mlp.down
+
+    def parts(self) -> SharedParts | None:
+        """Return the packed parts for a kernel's call; None if there are others."""
+        maps = kernel_maps(self._maps)
+        if maps is None or (self.gate is not None and self.gate.bias is not None):
+            return None
+        form = GateForm(self.mlp.activation if isinstance(self.mlp, GatedMLP) else "squared")
+        return SharedParts(maps[0], maps[1], form, None if self.gate is None else self.gate.weight[0])
 
 
 @dataclass(slots=True, eq=False)
@@ -270,9 +342,28 @@ class MixtureOfExperts:
     router: Router
     experts: Experts
     shared: SharedExpert | None = None
+    call: MixtureCall | None = field(init=False, default=None)
+    """The layer as one call of a kernel; None: its parts run one by one."""
+
+    def pack(self, kernels: LayerKernels) -> int:
+        """Pack all parts. Return the growth of the weights in bytes. ``Unsupported``: see
+        ``Experts.pack``."""
+        grown = pack_maps(self, kernels)
+        router, experts = self.router.call, self.experts.call
+        shared = None if self.shared is None else self.shared.parts()
+        if (
+            kernels.experts is not None
+            and router is not None
+            and experts is not None
+            and (self.shared is None or shared is not None)
+        ):
+            self.call = kernels.experts.mixture(router, experts, shared)
+        return grown
 
     def __call__(self, x_TE: Tensor) -> Tensor:
         """Map ``[T, E]`` to a fresh ``[T, E]``."""
+        if self.call is not None and self.call.takes(x_TE) and (self.shared is None or self.shared.is_plain):
+            return self.call(x_TE)
         out_TE = self.experts(x_TE, *self.router(x_TE))
         return out_TE if self.shared is None else out_TE.add_(self.shared(x_TE))
 

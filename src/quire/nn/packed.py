@@ -11,7 +11,7 @@ Letters: T rows, I input features, O output features.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -81,6 +81,12 @@ class KernelLinear(Linear):
     def product(self, x_TI: Tensor) -> Tensor:
         """Map ``[T, I]`` to a fresh ``[T, O]``."""
         return self.map(x_TI)
+
+
+def kernel_maps(maps: Sequence[Linear]) -> list[LinearMap] | None:
+    """Return the kernel's maps if all of these are such; else None."""
+    found = [one.map for one in maps if isinstance(one, KernelLinear)]
+    return found if len(found) == len(maps) else None
 
 
 PLAIN = LayerKernels()

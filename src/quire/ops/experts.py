@@ -11,50 +11,15 @@ Letters: T tokens, X experts, K experts of a token, G groups, N some of them, E 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from quire.base.errors import InvalidArgument
+from quire.contracts.experts import Routing
 
 Expert: TypeAlias = Callable[[Tensor], Tensor]
 """Maps ``[R, E]`` to a fresh ``[R, E]``, each row by itself."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Routing:
-    """The rule that turns logits into K experts and their weights. ``InvalidArgument`` for groups
-    that do not fit, or with ``softmax="chosen"``, which has no scores before the choice."""
-
-    top_k: int
-    softmax: Literal["all", "chosen"] = "all"
-    """Over all experts' logits before the choice, or the chosen ones' after it (gpt-oss)."""
-    renormalise: bool = False
-    """Whether the chosen experts' weights are divided by their sum (1 with ``chosen``)."""
-    summand: float = 1e-20
-    """Added to that sum. The usual one only counts where all scores have vanished; they stay 0."""
-    scores: Literal["softmax", "sigmoid"] = "softmax"
-    """Score of a logit before the choice: its softmax share, or its sigmoid (DeepSeek-V3)."""
-    groups: int = 1
-    """Number of groups of neighbouring experts, of equal size (DeepSeek-V2, arXiv:2405.04434)."""
-    top_groups: int = 1
-    """Number of best groups from which a token chooses its experts."""
-    group_score: Literal["best", "best_two"] = "best"
-    """Score of a group: its best expert (DeepSeek-V2), or the sum of its best two (DeepSeek-V3)."""
-    scale: float = 1.0
-    """Factor of all weights, applied last."""
-    in_float32: bool = False
-    """Whether logits are in float32 or wider for every model dtype; else in the model's."""
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.top_groups <= self.groups:
-            raise InvalidArgument(
-                f"top_groups is {self.top_groups} of {self.groups} groups; expected 1 to {self.groups}"
-            )
-        if self.softmax == "chosen" and (self.groups > 1 or self.scores != "softmax"):
-            raise InvalidArgument("softmax over the chosen logits with groups or sigmoids; expected neither")
 
 
 def route(logits_TX: Tensor, routing: Routing, correction_X: Tensor | None = None) -> tuple[Tensor, Tensor]:

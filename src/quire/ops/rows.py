@@ -78,6 +78,16 @@ class ReferenceRows:
         """See ``RowKernels``. In bfloat16 and float16 the sigmoid is rounded before the product."""
         return out_THD.mul_(torch.sigmoid(gate))
 
+    def clamped(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+        """See ``RowKernels``."""
+        gate = gate_up[..., 0::2].float().clamp(max=limit)
+        up = gate_up[..., 1::2].float().clamp(-limit, limit)
+        return torch.sigmoid(gate * alpha).mul_(gate).mul_(up.add_(1)).to(gate_up.dtype)
+
+    def weigh(self, y_TE: Tensor, x_TE: Tensor, weight_E: Tensor) -> Tensor:
+        """See ``RowKernels``."""
+        return y_TE.mul_(torch.sigmoid(F.linear(x_TE, weight_E.unsqueeze(0))))
+
     def rope_and_write_kv(
         self,
         qkv_TC: Tensor,

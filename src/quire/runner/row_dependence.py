@@ -1,9 +1,9 @@
 """Whether a row of a model depends on the rows beside it, by what computes its blocks.
 
-The C++ products, norms, attention and recurrent layers of CPUs compute each row by itself, in one
-order, whatever else a forward runs (``contracts.linear``, ``tests/kernels``). PyTorch's products
-choose that order by the number of rows, and its operations of two roundings by the place of a value
-in its tensor.
+The C++ products, norms, attention, experts and recurrent layers of CPUs compute each row by itself,
+in one order, whatever else a forward runs (``contracts.linear``, ``tests/kernels``). PyTorch's
+products choose that order by the number of rows, and its operations of two roundings by the place
+of a value in its tensor.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from quire.models.hybrid_decoder import HybridDecoder
 from quire.models.mamba2 import BareBlock
 from quire.nn.attention import Attention, GatedAttention, GrowingAttention, HeadGatedAttention
 from quire.nn.delta import GatedDeltaNet
-from quire.nn.experts import ActivatedGate, Experts
+from quire.nn.experts import Experts, MixtureOfExperts
 from quire.nn.mamba import Mamba2Mixer
 from quire.nn.mlp import GatedMLP
 from quire.nn.norm import RMSNorm
@@ -54,10 +54,12 @@ def content_dependence(model: object) -> str:
     if getattr(model, "fallback", False):
         return "transformers computes its layers"
     for experts in _experts(getattr(model, "blocks", ())):
+        if experts.call is not None:
+            continue
         maps = (*experts.gate_up.maps, *experts.down.maps)
         if not maps or not all(isinstance(one, KernelLinear) for one in maps):
             return "the products of its experts depend on how many rows chose each"
-        if not (isinstance(experts.gate, ActivatedGate) and isinstance(experts.gate.row_kernels, NativeRows)):
+        if not isinstance(getattr(experts.gate, "row_kernels", None), NativeRows):
             return "PyTorch computes the activations of its experts' rows"
     return ""
 
@@ -87,6 +89,8 @@ def _maps_of(part: object) -> tuple[object, ...]:
     """Return the products of a layer; none of a layer with other operations of PyTorch's."""
     if isinstance(part, GatedMLP):
         return part.gate_up, part.down
+    if type(part) is MixtureOfExperts:
+        return () if part.call is None else (*part.experts.gate_up.maps, *part.experts.down.maps)
     if isinstance(part, GrowingAttention):
         return ()
     if isinstance(part, GatedAttention | HeadGatedAttention) and not isinstance(part.row_kernels, NativeRows):

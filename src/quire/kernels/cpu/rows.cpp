@@ -48,6 +48,20 @@ void gate_heads(void* y, const void* gate, int64_t stride, int64_t step, int64_t
     run(work, threads, parallel);
 }
 
+template <typename T>
+void clamped(void* out, const void* x, int64_t stride, int64_t count, int64_t width, float alpha, float limit, int64_t threads,
+             Parallel parallel) {
+    Clamped<T> work = {{count, piece_of(width)}, (T*)out, (const T*)x, stride, width, alpha, limit};
+    run(work, threads, parallel);
+}
+
+template <typename T>
+void weighed(void* y, const void* x, int64_t stride, const void* weight, int64_t count, int64_t width, int64_t outputs, int64_t threads,
+             Parallel parallel) {
+    Weighed<T> work = {{count, piece_of(width)}, (T*)y, (const T*)x, stride, (const T*)weight, width, outputs};
+    run(work, threads, parallel);
+}
+
 template <typename T, typename W>
 void place(void* out, const void* qkv, int64_t stride, int64_t count, int64_t heads, int64_t kv_heads, int64_t key_width,
            int64_t value_width, const float* cos, const float* sin, int64_t turn_stride, int64_t rotary, int64_t interleaved,
@@ -106,6 +120,16 @@ void quire_gated(int64_t types, int64_t activation, void* out, const void* x, in
 void quire_gate_heads(int64_t types, void* y, const void* gate, int64_t stride, int64_t step, int64_t count, int64_t heads,
                       int64_t width, int64_t gate_width, int64_t threads, Parallel parallel) {
     (types == 0 ? gate_heads<float> : gate_heads<bfloat16>)(y, gate, stride, step, count, heads, width, gate_width, threads, parallel);
+}
+
+void quire_clamped(int64_t types, void* out, const void* x, int64_t stride, int64_t count, int64_t width, float alpha, float limit,
+                   int64_t threads, Parallel parallel) {
+    (types == 0 ? clamped<float> : clamped<bfloat16>)(out, x, stride, count, width, alpha, limit, threads, parallel);
+}
+
+void quire_weigh(int64_t types, void* y, const void* x, int64_t stride, const void* weight, int64_t count, int64_t width,
+                 int64_t outputs, int64_t threads, Parallel parallel) {
+    (types == 0 ? weighed<float> : weighed<bfloat16>)(y, x, stride, weight, count, width, outputs, threads, parallel);
 }
 
 // ``weights`` of norms: null for none. ``rotary`` 0: nothing turns.

@@ -237,6 +237,98 @@ INLINE void run_row(const HeadGate<T>& work, int64_t row) {
     }
 }
 
+// Columns of gate and up by turns; gate is at most ``limit``, up within both signs of it: gate sigmoid(alpha gate) (up + 1).
+template <typename T>
+struct Clamped {
+    Rows rows;
+    T* out;
+    const T* x;
+    int64_t stride, width;
+    float alpha, limit;
+};
+
+INLINE Lanes at_most(Lanes x, Lanes limit) { return chosen(negative(limit - x) & ~no_number(x), limit, x); }
+
+INLINE Lanes clamped(Lanes gate, Lanes up, float alpha, float limit) {
+    gate = at_most(gate, Lanes{} + limit), up = -at_most(-at_most(up, Lanes{} + limit), Lanes{} + limit);
+    return gate / (1.f + exp_of(-(gate * alpha))) * (up + 1.f);
+}
+
+template <typename T>
+INLINE void run_row(const Clamped<T>& work, int64_t row) {
+    const T* x = work.x + row * work.stride;
+    T* to = work.out + row * work.width;
+    for (int64_t i = 0; i < work.width; i += LANES) {
+        float gate[LANES] = {}, up[LANES] = {}, found[LANES];
+        const int64_t count = work.width - i < LANES ? work.width - i : LANES;
+        for (int64_t j = 0; j < count; j++) gate[j] = wide_one(x + 2 * (i + j)), up[j] = wide_one(x + 2 * (i + j) + 1);
+        store(found, clamped(wide(gate), wide(up), work.alpha, work.limit));
+        for (int64_t j = 0; j < count; j++) put_one(to + i + j, found[j]);
+    }
+}
+
+// max(x, 0)^2
+template <typename T>
+struct Squared {
+    Rows rows;
+    T* out;
+    const T* x;
+    int64_t stride, width;
+};
+
+template <typename T>
+INLINE void run_row(const Squared<T>& work, int64_t row) {
+    const T* x = work.x + row * work.stride;
+    T* to = work.out + row * work.width;
+    int64_t i = 0;
+    for (; i + LANES <= work.width; i += LANES) {
+        const Lanes value = wide(x + i), above = chosen(negative(value) & ~no_number(value), Lanes{}, value);
+        put(to + i, above * above);
+    }
+    for (; i < work.width; i++) {
+        const float value = wide_one(x + i), above = value < 0 ? 0 : value;
+        put_one(to + i, above * above);
+    }
+}
+
+// y times the logistic function of x's product with a weight: both are rounded as PyTorch's are. The sum is in float64, sixteen of them
+// side by side, so that it does not matter whether a product, which is exact, and a sum are fused.
+template <typename T>
+struct Weighed {
+    Rows rows;
+    T* y;
+    const T* x;
+    int64_t stride;
+    const T* weight;
+    int64_t width, outputs;
+};
+
+template <typename T>
+INLINE float logistic(const T* x, const T* weight, int64_t width) {
+    double sums[LANES] = {}, sum = 0;
+    int64_t i = 0;
+    for (; i + LANES <= width; i += LANES) {
+        float one[LANES], other[LANES];
+        store(one, wide(x + i)), store(other, wide(weight + i));
+        for (int j = 0; j < LANES; j++) sums[j] += (double)one[j] * other[j];
+    }
+    for (; i < width; i++) sums[0] += (double)wide_one(x + i) * wide_one(weight + i);
+    for (int j = 0; j < LANES; j++) sum += sums[j];
+    T rounded;
+    put_one(&rounded, (float)sum);
+    put_one(&rounded, (float)(1 / (1 + std::exp(-(double)wide_one(&rounded)))));
+    return wide_one(&rounded);
+}
+
+template <typename T>
+INLINE void run_row(const Weighed<T>& work, int64_t row) {
+    const float factor = logistic(work.x + row * work.stride, work.weight, work.width);
+    T* y = work.y + row * work.outputs;
+    int64_t i = 0;
+    for (; i + LANES <= work.outputs; i += LANES) put(y + i, wide(y + i) * factor);
+    for (; i < work.outputs; i++) put_one(y + i, wide_one(y + i) * factor);
+}
+
 template <typename T, typename W>
 struct Place {
     Rows rows;

@@ -51,6 +51,8 @@ class NativeRows(ReferenceRows):
         self._soft_cap = library.function("quire_soft_cap", pointer, number, real, *end)
         self._gated = library.function("quire_gated", number, number, pointer, pointer, *[number] * 3, *end)
         self._gate_heads = library.function("quire_gate_heads", number, pointer, pointer, *[number] * 6, *end)
+        self._clamped = library.function("quire_clamped", *(number, pointer, pointer, *[number] * 3, real, real, *end))
+        self._weigh = library.function("quire_weigh", *(number, pointer, pointer, number, pointer, *[number] * 3, *end))
         self._place_qkv = library.function(
             "quire_place_qkv",
             *(number, pointer, pointer, *[number] * 6, pointer, pointer, *[number] * 3),
@@ -158,6 +160,35 @@ class NativeRows(ReferenceRows):
             *(threads_for(numbers), self._parallel),
         )
         return out_THD
+
+    def clamped(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+        """See ``RowKernels``."""
+        types, shape = TYPES.get((gate_up.dtype, gate_up.dtype)), gate_up.shape
+        if types is None or not gate_up.is_cpu or len(shape) != 2 or shape[1] % 2 or gate_up.stride(1) != 1:
+            return super().clamped(gate_up, alpha, limit)
+        count, width = shape[0], shape[1] // 2
+        out = gate_up.new_empty(count, width)
+        self._clamped(
+            *(types, out.data_ptr(), gate_up.data_ptr(), gate_up.stride(0), count, width, alpha, limit),
+            *(threads_for(2 * count * width), self._parallel),
+        )
+        return out
+
+    def weigh(self, y_TE: Tensor, x_TE: Tensor, weight_E: Tensor) -> Tensor:
+        """See ``RowKernels``. A row's sum is in float64, and rounded to the dtype."""
+        types, width = TYPES.get((y_TE.dtype, weight_E.dtype)), len(weight_E)
+        if (
+            types is None
+            or {y_TE.dtype} != {x_TE.dtype, weight_E.dtype}
+            or not (y_TE.is_cpu and y_TE.is_contiguous() and weight_E.is_contiguous() and x_TE.stride(1) == 1)
+        ):
+            return super().weigh(y_TE, x_TE, weight_E)
+        count, outputs = y_TE.shape
+        self._weigh(
+            *(types, y_TE.data_ptr(), x_TE.data_ptr(), x_TE.stride(0), weight_E.data_ptr(), count, width, outputs),
+            *(threads_for(count * width), self._parallel),
+        )
+        return y_TE
 
     def rope_and_write_kv(
         self,

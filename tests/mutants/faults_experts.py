@@ -1,0 +1,55 @@
+"""Faults of calls over mixtures of experts."""
+
+from tests.mutants.harness import Mutant
+
+MUTANTS = (
+    Mutant(
+        name="a-call-forgets-adapters-of-the-shared-expert",
+        file="nn/experts.py",
+        old=" and (self.shared is None or self.shared.is_plain):\n",
+        new=":\n",
+        tests=("kernels/test_native_experts.py::test_an_adapter_of_the_shared_expert_counts",),
+    ),
+    Mutant(
+        name="a-token-alone-adds-its-experts-backwards",
+        file="nn/experts.py",
+        old="in enumerate(experts_TK[0].tolist()):",
+        new="in reversed(list(enumerate(experts_TK[0].tolist()))):",
+        tests=("kernels/test_native_experts.py::test_every_number_is_that_of_the_parts",),
+    ),
+    Mutant(
+        name="experts-of-several-shapes-in-one-call",
+        file="kernels/experts.py",
+        old="if len(shapes) != 1 or len(others) != 1:\n        return False\n    (width, columns), (out, inner) = *shapes, *others",
+        new="(width, columns), (out, inner) = max(shapes), max(others)",
+        tests=("kernels/test_native_experts.py::test_other_parts_run_one_by_one",),
+    ),
+    Mutant(
+        name="every-piece-of-a-batch-has-the-first-weights",
+        file="kernels/experts.py",
+        old="weights_TK[start:].data_ptr()",
+        new="weights_TK.data_ptr()",
+        tests=("kernels/test_native_experts.py::test_long_batches_run_in_pieces",),
+    ),
+    Mutant(
+        name="ties-are-decided-in-another-way-than-by-pytorch",
+        file="kernels/experts.py",
+        old="not (self.decides_ties and weight_XE.is_cpu",
+        new="not (weight_XE.is_cpu",
+        tests=("kernels/test_native_experts.py::test_other_parts_run_one_by_one",),
+    ),
+    Mutant(
+        name="logits-in-float32-are-rounded-to-the-models-type",
+        file="kernels/experts.py",
+        old="is_wide = routing.in_float32 or dtype == torch.float32",
+        new="is_wide = dtype == torch.float32",
+        tests=("kernels/test_native_experts.py::test_sums_of_a_router_are_those_of_float64",),
+    ),
+    Mutant(
+        name="experts-one-by-one-are-said-to-know-no-batch",
+        file="runner/row_dependence.py",
+        old="return () if part.call is None else (",
+        new="return (",
+        tests=("runner/test_mixture_rows.py::test_what_pytorch_computes_is_named",),
+    ),
+)
