@@ -19,7 +19,7 @@ from tests.kernels.test_native_mixers import LAYERS as EVERY_LAYER
 from tests.kernels.test_native_mixers import PLANS, Inputs, Layer, chains, drawn_inputs, trees
 from torch import Tensor
 
-from quire.contracts.block_calls import ModelEnds, NormWeight, StackParts
+from quire.contracts.block_calls import ModelEnds, NormWeight, Residuals, StackParts
 from quire.contracts.layers import FullAttention, RopeSpec
 from quire.contracts.linear import WeightForm
 from quire.contracts.recurrence import RecurrencePlan, StackPools, StackStates
@@ -105,7 +105,7 @@ class Ended:
         )
 
     def tail(self) -> NativeTail:
-        found = self.parts.blocks.tail(self.out, self.norm, self.gate_up, self.down, "silu")
+        found = self.parts.blocks.tail(self.out, Residuals(self.norm), self.gate_up, self.down, "silu")
         assert found is not None
         return found
 
