@@ -766,7 +766,7 @@ class TestCheckpoints:
                 config = AutoConfig.for_model(kind, **values, tie_word_embeddings=False)
                 with torch.device("meta"):
                     model = AutoModelForCausalLM.from_config(config)
-                millions = int(name.split("-")[1].removesuffix("m"))
+                millions = int(name.rpartition("-")[2].removesuffix("m"))
                 assert model.num_parameters() / 1e6 == pytest.approx(millions, rel=0.05)  # the name is rounded
 
     def test_configurations_have_the_windows(self) -> None:
