@@ -7,11 +7,11 @@ Letters: T rows, E model width, F inner width, C columns of the heads.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from tests.kernels.native_forms import FORMS, three_threads  # noqa: F401
 from torch import Tensor
 
 from quire import LLM, SamplingParams
@@ -31,24 +31,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12)
 SHAPES = ((64, 96, 64), (48, 200, 24), (576, 1536, 576), (8, 8, 8))
 """E, F, C; few of them whole panels of 32 outputs."""
 ACTIVATIONS: tuple[ActivationName, ...] = ("silu", "gelu", "gelu_tanh")
-FORMS: tuple[tuple[torch.dtype, WeightForm], ...] = (
-    (torch.float32, "float32"),
-    (torch.float32, "bfloat16"),
-    (torch.bfloat16, "bfloat16"),
-    (torch.bfloat16, "int8"),
-    (torch.float32, "int4"),
-)
 ARRANGEMENTS = ("pre", "post", "sandwich", "pre scaled", "sandwich scaled", "none")
 """Where norms are, and whether the residuals have a factor."""
-
-
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    """Three, so that more than one has work at once."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -9,12 +9,12 @@ from __future__ import annotations
 import gc
 import itertools
 import weakref
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from tests.kernels.native_forms import FORMS, three_threads  # noqa: F401
 from tests.kernels.test_native_mixers import LAYERS as EVERY_LAYER
 from tests.kernels.test_native_mixers import PLANS, Inputs, Layer, chains, drawn_inputs, trees
 from torch import Tensor
@@ -40,22 +40,6 @@ LAYERS = {
     name: replace(layer, conv_channels=layer.conv_channels // 8 * 8)
     for name, layer in EVERY_LAYER.items()
 }
-FORMS: tuple[tuple[torch.dtype, WeightForm], ...] = (
-    (torch.float32, "float32"),
-    (torch.float32, "bfloat16"),
-    (torch.bfloat16, "bfloat16"),
-    (torch.bfloat16, "int8"),
-    (torch.float32, "int4"),
-)
-
-
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    """Three, so that more than one has work at once."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    yield
-    torch.set_num_threads(before)
 
 
 def row_kernels() -> NativeRows:

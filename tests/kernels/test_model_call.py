@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.kernels.native_forms import FORMS, three_threads  # noqa: F401
 from torch import Tensor
 
 from quire.contracts.attention import Scoring
@@ -40,22 +40,6 @@ WIDTH, INNER, HEADS, HEAD = 64, 96, 2, 16
 PIECE = 4096
 """Logits of a row that one thread looks at together."""
 ROPE = RopeSpec(theta=1e4, rotary_dim=HEAD)
-FORMS: tuple[tuple[torch.dtype, WeightForm], ...] = (
-    (torch.float32, "float32"),
-    (torch.float32, "bfloat16"),
-    (torch.bfloat16, "bfloat16"),
-    (torch.bfloat16, "int8"),
-    (torch.float32, "int4"),
-)
-
-
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    """Three, so that more than one has work at once."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    yield
-    torch.set_num_threads(before)
 
 
 class Small:

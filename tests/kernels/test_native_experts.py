@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from tests.kernels.native_forms import FORMS, three_threads  # noqa: F401
 from torch import Tensor
 
 from quire.contracts.block_calls import LayerKernels
@@ -39,14 +39,9 @@ from quire.nn.mlp import GatedMLP, SquaredMLP
 from quire.nn.packed import KernelLinear
 from quire.ops.experts import route
 
+pytestmark = pytest.mark.skipif(native_library() is None, reason=native_problem())
+
 EPS = torch.finfo(torch.float32).eps
-FORMS: tuple[tuple[torch.dtype, WeightForm], ...] = (
-    (torch.float32, "float32"),
-    (torch.float32, "bfloat16"),
-    (torch.bfloat16, "bfloat16"),
-    (torch.bfloat16, "int8"),
-    (torch.float32, "int4"),
-)
 GATES = {
     "silu": ActivatedGate,
     "gelu": lambda: ActivatedGate("gelu"),
@@ -74,17 +69,6 @@ SHAPES = (
     Shape(experts=100, choices=1, width=200, inner=24),
 )
 """Few of them whole panels of 32 outputs or of 16 experts."""
-
-
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    """Three, so that more than one has work at once."""
-    if native_library() is None:
-        pytest.skip(native_problem())
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    yield
-    torch.set_num_threads(before)
 
 
 def library() -> NativeLibrary:
