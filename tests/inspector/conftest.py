@@ -70,16 +70,23 @@ class Watch:
 
     def __init__(self, page: Page, origin: str) -> None:
         self.faults: list[str] = []
-        self.allowed: list[str] = []
-        """Patterns of faults that a test brings about: a server that is gone, a wrong key."""
+        self.allowed: list[str] = [r"status of 409 .*/v1/chats/"]
+        """Patterns of faults that a test brings about: a server that is gone, a wrong key. The page
+        that wrote a conversation second (also one that was reloaded while its last write was on its
+        way) is told so by 409, and merges."""
         self.requests: list[str] = []
         """Method and path of every request to the server."""
         self._origin = origin
-        page.on("console", lambda said: said.type in ("error", "warning") and self._fault(f"console: {said.text}"))
+        page.on("console", self._console)
         page.on("pageerror", lambda error: self._fault(f"uncaught: {error}"))
         page.on("dialog", self._dialog)
         page.on("popup", lambda other: self._fault(f"popup: {other.url}"))
         page.on("request", lambda request: self._request(request.method, request.url))
+
+    def _console(self, said: Any) -> None:
+        if said.type in ("error", "warning"):
+            address = said.location.get("url") if said.text.startswith("Failed to load") else None
+            self._fault(f"console: {said.text}{f' {address}' if address else ''}")
 
     def _fault(self, text: str) -> None:
         self.faults.append(text)
