@@ -10,6 +10,7 @@ ROWS = "ranks/test_divided_rows.py"
 STAGES = "ranks/test_stages.py"
 BATCHES = "ranks/test_micro_batches.py"
 SLICES = "ranks/test_slices.py"
+HANDOVER = "ranks/test_divided_handover.py"
 
 MUTANTS = (
     Mutant(
@@ -193,5 +194,40 @@ MUTANTS = (
         old='"none" if chunk.logits == "last" and stop < len(chunk.tokens) else chunk.logits',
         new="chunk.logits",
         tests=(f"{BATCHES}::test_a_prompt_beside_decodes_is_cut_evenly",),
+    ),
+    Mutant(
+        name="ranks-lose-rows-of-a-hand-over",
+        file="runner/ranks.py",
+        old="if seq in state.parts.imports or seq in state.parts.transfers:",
+        new="if seq in state.parts.imports:",
+        tests=(f"{HANDOVER}::test_prompts_go_between_layouts[1x1 to 2x1-qwen3-next]",),
+    ),
+    Mutant(
+        name="ranks-keep-pages-of-a-cancelled-hand-over",
+        file="kv/transfer_verbs.py",
+        old="""    with contextlib.suppress(RanksBroken):
+        _let_follow(state, HandOver("forget", seq_id))
+""",
+        new="",
+        tests=(f"{HANDOVER}::test_a_hand_over_that_ends_leaves_no_page",),
+    ),
+    Mutant(
+        name="rows-of-a-step-are-sent-twice",
+        file="kv/send_mark.py",
+        old="""        self._gone = self.sent
+        self._finish_if_all()
+
+    def _finish_if_all""",
+        new="""        self._finish_if_all()
+
+    def _finish_if_all""",
+        tests=(f"{HANDOVER}::test_rows_are_sent_once",),
+    ),
+    Mutant(
+        name="only-rank-0-refuses-to-pop-what-was-sent",
+        file="kv/transfer_verbs.py",
+        old='    _let_follow(state, HandOver("send", seq_id, begin, end))\n',
+        new="",
+        tests=(f"{HANDOVER}::test_all_ranks_refuse_alike",),
     ),
 )

@@ -463,8 +463,7 @@ class KVState(Protocol):
         The sequence is *receiving*, and its length stays. Only queries, ``disagg_receive``,
         ``disagg_wait``, ``disagg_cancel`` and ``remove_sequence`` are legal on it. Other sequences
         go on. A shared or partly filled last page is copied. ``FailedPrecondition``: uncommitted
-        nodes, receiving or sending already. ``Unsupported``: ranks divide the heads. O(pages), one
-        page copied.
+        nodes, receiving or sending already. O(pages), one page copied.
         """
 
     def disagg_mark_send(
@@ -473,7 +472,8 @@ class KVState(Protocol):
         """Send the tokens from ``begin`` (0..length) on to the slots of a map that the other end of
         ``receiver`` has offered, as many as it has.
 
-        Cached tokens are sent now, others by each layer of the forward that computes them.
+        Cached tokens are sent now, others by each layer of the forward that computes them; where
+        ranks divide the state, behind that forward.
         Recurrent states and encoder rows are sent once the last token counts. The mark ends there;
         later tokens are not sent. While it stands, trees, a ``popn`` below what was sent, and, with
         recurrent layers, a forward that crosses the end are refused; ``remove_sequence`` cancels.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -87,7 +87,24 @@ class PeerRows(Protocol):
         parts: Mapping[int, Mapping[str, Tensor]],
     ) -> None:
         """Write to each of these ranks its part: planes for slots of a sequence that is being
-        imported. Later steps see them. A rank that has removed the sequence ignores its part."""
+        imported or received. Later steps see them. A rank that has removed the sequence ignores its
+        part."""
+
+    def follow(self, event: HandOver) -> None:
+        """Let the other ranks do what rank 0 has done for a hand-over."""
+
+
+@dataclass(frozen=True, slots=True)
+class HandOver:
+    """What a hand-over of a sequence (``kv.transfer_verbs``) changes on every rank."""
+
+    kind: Literal["receive", "send", "publish", "forget"]
+    """``receive``: take room for tokens; ``send``: let no forward or pop contradict what is sent;
+    ``publish``: let received tokens count; ``forget``: end it, if it is under way."""
+    seq: SeqId
+    begin: int = 0
+    end: int = 0
+    """Of ``receive`` and ``send``: positions ``begin`` to ``end - 1``."""
 
 
 class PeerAdapters(Protocol):

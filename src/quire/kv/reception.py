@@ -69,6 +69,10 @@ class Reception(Transfer):
         total = len(self._come) + len(self._state.recurrent_ids)
         return f"{self.layers_come} of {total} layers of sequence {self.seq_id} had arrived"
 
+    def slots_of_class(self, index: int | None) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Return the slots of the tokens in a layer class; None: that of the recurrent state."""
+        return np.array([self._slot]) if index is None else self._slots[index]
+
     def take(self, header: Mapping[str, Any], data: memoryview) -> None:
         """Write what a message brings; note an error for one that does not fit."""
         with self.lock:
@@ -94,9 +98,7 @@ class Reception(Transfer):
         elif kind == "state":
             part = state.recurrent_part("disagg_wait")
             planes = planes_of(data, recurrent_plan(part, layer, ()), f"the state of layer {layer}")
-            assert self._slot is not None
-            for index, plane in enumerate(planes.values()):
-                part.storage.write_one(part.layer(layer), index, self._slot, plane)
+            part.put(self.seq_id, layer, np.array([self._slot]), [[plane] for plane in planes.values()])
             self._states.discard(layer)
         else:
             plan = group_plan(state.spec(layer), header["rows"], state.paged.format)
@@ -117,9 +119,11 @@ class Reception(Transfer):
         if breaks.size < _RUNS:
             for low, high in zip((0, *breaks.tolist()), (*breaks.tolist(), slots.size), strict=True):
                 run = {name: plane[low:high] for name, plane in planes.items()}
-                storage.put_run(layer.index, int(slots[low]), run)
+                own = state.own_planes(self.seq_id, layer_id, slots[low:high], run)
+                storage.put_run(layer.index, int(slots[low]), own)
         else:
-            storage.put(layer.index, slots, {name: plane.to(state.device) for name, plane in planes.items()})
+            own = state.own_planes(self.seq_id, layer_id, slots, planes)
+            storage.put(layer.index, slots, {name: plane.to(state.device) for name, plane in own.items()})
         self._come[layer_id][tokens] = True
 
     def publish(self) -> None:

@@ -395,14 +395,7 @@ class RecurrentPart(Part):
         slots = np.array(self._held_slots(seq_id), dtype=np.int64)
         rows = [tensors[name] for name in wanted]
         given = [rows[start : start + len(slots)] for start in range(0, len(rows), len(slots))]
-        if self.division is None:
-            self.storage.put(self.layer(layer_id), slots, {str(state): one for state, one in enumerate(given)})
-            return
-        planes = {str(state): torch.stack(one) for state, one in enumerate(given)}
-        layer = self.layer(layer_id)
-        own, whole = _planes(self.specs[layer]), _planes(self.whole_specs[layer])
-        here = self.division.put(seq_id, layer_id, (STATES, layer), slots, planes, own, whole)
-        self.storage.put(self.layer(layer_id), slots, here)
+        self.put(seq_id, layer_id, slots, given)
 
     # -- states of all ranks -----------------------------------------------------------------------
 
@@ -414,6 +407,17 @@ class RecurrentPart(Part):
             return taken()
         own, whole = _planes(self.specs[layer]), _planes(self.whole_specs[layer])
         return self.division.join(layer_id, (STATES, layer), slots, taken, own, whole, self.device)
+
+    def put(self, seq_id: SeqId, layer_id: int, slots: Slots, states: Sequence[Sequence[Tensor]]) -> None:
+        """Write states of a layer, by number those of all ``slots``, to slots of a sequence that is
+        being imported or received."""
+        layer = self.layer(layer_id)
+        if self.division is None:
+            self.storage.put(layer, slots, {str(state): one for state, one in enumerate(states)})
+            return
+        planes = {str(state): torch.stack([*one]) for state, one in enumerate(states)}
+        own, whole = _planes(self.specs[layer]), _planes(self.whole_specs[layer])
+        self.storage.put(layer, slots, self.division.put(seq_id, layer_id, (STATES, layer), slots, planes, own, whole))
 
 
 def _planes(spec: Recurrent) -> dict[str, Plane]:

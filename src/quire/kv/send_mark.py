@@ -13,6 +13,7 @@ from quire.base.errors import DataLoss, QuireError
 from quire.base.types import SeqId
 from quire.contracts.channel import Channel
 from quire.kv.exports import SequenceExport
+from quire.kv.forward_need import slots_of
 from quire.kv.messages import packed
 from quire.kv.parts import StateParts
 from quire.kv.position_maps import runs_of
@@ -41,12 +42,15 @@ class SendMark(Transfer):
         super().__init__(seq_id, channel, name)
         self.begin, self.end = begin, end
         self.sent = begin
-        """One behind the last token that was sent and counts."""
+        """One behind the last token that was sent and counts. Where ranks divide the state, it is
+        sent behind the step."""
         self.ended = False
         """Whether all was sent."""
         self.delivered = False
         """Whether the receiver has said that all of it counts there."""
         self._state, self._slots = state, classes
+        self._gone = begin
+        """One behind the last token whose rows were sent."""
 
     @property
     def is_done(self) -> bool:
@@ -72,13 +76,37 @@ class SendMark(Transfer):
             return
         target, source = self._slots[layer.class_index][low - self.begin : high - self.begin], source[low - start :]
         stored = np.flatnonzero(target >= 0)
-        per_row = self._state.paged.format.bytes_per_row(geometry(layer.spec))
+        per_row = self._state.paged.format.bytes_per_row(geometry(self._state.whole_specs[layer_id]))
         most = max(1, PIECE_BYTES // max(1, per_row))
         for first in range(0, stored.size, most):
             some = stored[first : first + most]
             self.say("rows", self._state.take(layer_id, source[some]), layer=layer_id, runs=runs_of(target[some]))
 
-    def finish(self) -> None:
+    def advance(self, length: int) -> None:
+        """Count the tokens below ``length``, whose rows were sent layer by layer; send what stands
+        at the end if it is reached. Where ranks divide the state, only count."""
+        self.sent = max(self.sent, min(length, self.end))
+        if self._state.division is None:
+            self._gone = self.sent
+            self._finish_if_all()
+
+    def send_computed(self, length: int) -> None:
+        """Send the rows of the tokens below ``length`` that were not sent, then what stands at the
+        end if it is reached."""
+        state = self._state
+        self.sent = max(self.sent, min(length, self.end))
+        tables = state.sequences.get(self.seq_id).tables
+        for layer_id, layer in state.paged.layers.items():
+            pages = tables[layer.class_index].pages
+            self.send_rows(layer_id, self._gone, slots_of(pages, self._gone, self.sent, state.paged.page_size))
+        self._gone = self.sent
+        self._finish_if_all()
+
+    def _finish_if_all(self) -> None:
+        if self.sent == self.end and not self.ended:
+            self._finish()
+
+    def _finish(self) -> None:
         """Send what stands at the end: recurrent states and encoder rows; then that it is over."""
         state, encoders = self._state, self._state.encoders
         if state.recurrent is not None:

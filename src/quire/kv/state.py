@@ -405,7 +405,7 @@ class State:
         for part in self.parts:
             part.publish()
         for seq_id, mark in opened.marks.items():
-            transfer_verbs.advance(mark, self.sequences.get(seq_id).length)
+            mark.advance(self.sequences.get(seq_id).length)
         self._close_pass()
 
     def _require_written(self, skipped: set[int]) -> StatePass:

@@ -521,8 +521,8 @@ class StatePass:
 
     def send_rest(self, keep: Mapping[int, None] = MappingProxyType({})) -> None:
         """Send the new rows of all layers that have them and did not send them. ``keep``: layers
-        that follow later."""
-        if not self.marks:
+        that follow later. Where ranks divide the state, rank 0 sends behind the step."""
+        if not self.marks or self._state.division is not None:
             return
         waiting, self._unsent = self._unsent or {}, dict(keep)
         for layer_id in waiting:

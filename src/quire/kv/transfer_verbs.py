@@ -3,6 +3,9 @@
 The receiver takes pages and says where rows go; the sender sends each layer's rows once the layer
 has run. On the receiver nothing counts before all has come. Whatever ends a hand-over before, its
 pages are free again and the sequence is as it was.
+
+Where ranks divide a state, rank 0 hands over rows of all heads and layers. The others take and free
+the same pages (``follow``). They answer between steps only, so rank 0 sends behind each step.
 """
 
 from __future__ import annotations
@@ -21,14 +24,15 @@ from quire.base.errors import (
     FailedPrecondition,
     InvalidArgument,
     QuireError,
+    RanksBroken,
     ResourceExhausted,
-    Unsupported,
 )
 from quire.base.interrupts import SHIELD
 from quire.base.types import SeqId
-from quire.contracts.channel import Channel
+from quire.contracts.channel import Buffers, Channel
+from quire.contracts.ranks import HandOver
 from quire.kv.exchange import get_layout
-from quire.kv.forward_need import ForwardNeed, slots_of
+from quire.kv.forward_need import ForwardNeed
 from quire.kv.messages import VERSION, opened, packed
 from quire.kv.metadata_checks import check_layout
 from quire.kv.parts import StateParts
@@ -48,24 +52,16 @@ POLL_SECONDS = 0.05
 def prepare_recv(state: StateParts, seq_id: SeqId, length: int, *, channel: Channel) -> tuple[int, ...]:
     verb = "disagg_prepare_recv"
     length = check_integer(length, f"{verb}: length", 1)
-    sequence = state.sequences.get(seq_id)
-    _require_whole_rows(state, verb)
+    state.sequences.get(seq_id)
     state.sequences.require_settled(seq_id, verb)
     _require_unsent(state, seq_id, verb)
     if state.recurrent is not None and not state.recurrent.table.num_available:
         raise ResourceExhausted(f"{verb}: needs 1 state, 0 free")
-    start, name = sequence.length, secrets.token_hex(8)
-    classes = state.sequences.reserve_reception(seq_id, length)
-    slot = None if state.recurrent is None else state.recurrent.table.reserve_reception(seq_id)
-    reception = Reception(state, seq_id, start + length, channel, name, classes, slot)
-    state.transfers[int(seq_id)] = reception
-    by_class = [one.slots for one in classes]
-    found = compressed([np.array([slot]) if index is None else by_class[index] for index in _order(state)])
-    offer = {"kind": "offer", "transfer": name, "version": VERSION, "length": length, "map": found}
+    reception = _reserve(state, seq_id, length, channel, secrets.token_hex(8))
+    found = compressed([reception.slots_of_class(index) for index in _order(state)])
+    offer = {"kind": "offer", "transfer": reception.name, "version": VERSION, "length": length, "map": found}
     try:
-        for one, taken in zip(state.paged.classes, classes, strict=True):
-            one.storage.blank(taken.blanks)
-            one.storage.copy(taken.copies)
+        _let_follow(state, HandOver("receive", seq_id, reception.length - length, reception.length))
         channel.send(packed({**offer, "layout": get_layout(state)}))
     except BaseException:
         _forget(state, seq_id)
@@ -85,7 +81,6 @@ def mark_send(
         raise InvalidArgument(
             f"{verb}: begin {begin} of sequence {seq_id}; 0..{sequence.length} (its length) is accepted"
         )
-    _require_whole_rows(state, verb)
     state.sequences.require_settled(seq_id, verb)
     _require_unsent(state, seq_id, verb)
     offer = _offer_of(state, receiver, [int(number) for number in compressed_remote_position_map])
@@ -106,11 +101,10 @@ def mark_send(
                 f"{verb}: the map ends at position {end} of sequence {seq_id}, whose recurrent states are kept at {sorted(positions)}"
             )
     state.offers[receiver].remove(offer)
-    mark = state.transfers[int(seq_id)] = SendMark(state, seq_id, begin, end, by_class, receiver, offer["transfer"])
-    for layer_id, layer in state.paged.layers.items():
-        pages, stop = sequence.tables[layer.class_index].pages, min(end, sequence.length)
-        mark.send_rows(layer_id, begin, slots_of(pages, begin, stop, state.paged.page_size))
-    advance(mark, sequence.length)
+    _let_follow(state, HandOver("send", seq_id, begin, end))
+    mark = SendMark(state, seq_id, begin, end, by_class, receiver, offer["transfer"])
+    state.transfers[int(seq_id)] = mark
+    mark.send_computed(sequence.length)
 
 
 def receive(state: StateParts, seq_id: SeqId, timeout: float | None = None) -> bool:
@@ -129,6 +123,7 @@ def wait(state: StateParts, seq_id: SeqId, timeout: float | None = None) -> None
         if transfer.error is not None:
             raise transfer.error
         if isinstance(transfer, Reception):
+            _let_follow(state, HandOver("publish", seq_id))
             transfer.publish()
     except BaseException as error:
         _give_up(state, transfer, f"{type(error).__name__}: {error}")
@@ -136,6 +131,8 @@ def wait(state: StateParts, seq_id: SeqId, timeout: float | None = None) -> None
     if isinstance(transfer, Reception):
         _tell(transfer, "done")
     del state.transfers[seq_id]
+    if isinstance(transfer, SendMark):
+        _let_follow(state, HandOver("forget", seq_id))
 
 
 def cancel(state: StateParts, seq_id: SeqId) -> None:
@@ -191,11 +188,56 @@ def check_transfers(state: StateParts) -> None:
         raise QuireError(f"sequences {gone} are handed over, which do not exist")
 
 
-def advance(mark: SendMark, length: int) -> None:
-    """Count the tokens below ``length``; send what stands at the end if it is reached."""
-    mark.sent = max(mark.sent, min(length, mark.end))
-    if mark.sent == mark.end and not mark.ended:
-        mark.finish()
+# -- ranks -----------------------------------------------------------------------------------------
+
+
+def send_computed(state: StateParts) -> None:
+    """Send what a step has added to a divided state. The caller is rank 0, behind the step."""
+    for mark in [one for one in state.transfers.values() if isinstance(one, SendMark)]:
+        try:
+            mark.send_computed(state.sequences.get(mark.seq_id).length)
+        except QuireError as error:  # A rank does not answer: the next step says so.
+            mark.fail(DataLoss(f"{error}; {mark.told()}"))
+
+
+def follow(state: StateParts, event: HandOver) -> None:
+    """Do what rank 0 has done, on another rank."""
+    seq = event.seq
+    match event.kind:
+        case "receive":
+            _reserve(state, seq, event.end - event.begin, _RANK_0, "")
+        case "send":
+            state.transfers[seq] = SendMark(state, seq, event.begin, event.end, [], _RANK_0, "")
+        case "publish":
+            reception = state.transfers.pop(seq)
+            assert isinstance(reception, Reception)
+            reception.publish()
+        case "forget":
+            if seq in state.transfers:
+                _forget(state, seq)
+
+
+def _let_follow(state: StateParts, event: HandOver) -> None:
+    if state.division is not None and state.division.peers is not None:
+        state.division.peers.follow(event)
+
+
+class _Rank0:
+    """The channel of another rank than 0: it has none."""
+
+    def send(self, parts: Buffers) -> None:
+        """See ``contracts.channel.Channel``."""
+        raise FailedPrecondition("rank 0 hands over for all ranks")
+
+    def receive(self, timeout: float | None = None) -> memoryview | None:
+        """See ``contracts.channel.Channel``."""
+        raise FailedPrecondition("rank 0 hands over for all ranks")
+
+    def close(self) -> None:
+        """See ``contracts.channel.Channel``."""
+
+
+_RANK_0 = _Rank0()
 
 
 # -- messages --------------------------------------------------------------------------------------
@@ -216,9 +258,21 @@ def _require_unsent(state: StateParts, seq_id: SeqId, verb: str) -> None:
         raise FailedPrecondition(f"{verb}: sequence {seq_id} is being sent already; wait for that, or cancel it")
 
 
-def _require_whole_rows(state: StateParts, verb: str) -> None:
-    if state.division is not None:
-        raise Unsupported(f"{verb}: ranks divide the heads of this state; hand it over from one process to another one")
+def _reserve(state: StateParts, seq_id: SeqId, length: int, channel: Channel, name: str) -> Reception:
+    """Take room for ``length`` tokens behind those of a sequence."""
+    start = state.sequences.get(seq_id).length
+    classes = state.sequences.reserve_reception(seq_id, length)
+    slot = None if state.recurrent is None else state.recurrent.table.reserve_reception(seq_id)
+    found = Reception(state, seq_id, start + length, channel, name, classes, slot)
+    state.transfers[int(seq_id)] = found
+    try:
+        for one, taken in zip(state.paged.classes, classes, strict=True):
+            one.storage.blank(taken.blanks)
+            one.storage.copy(taken.copies)
+    except BaseException:
+        _forget(state, seq_id)
+        raise
+    return found
 
 
 def _transfer_of(state: StateParts, seq_id: SeqId, verb: str) -> Transfer:
@@ -304,6 +358,8 @@ def _pump_until_over(state: StateParts, transfer: Transfer, timeout: float | Non
 def _forget(state: StateParts, seq_id: SeqId) -> None:
     if isinstance(found := state.transfers.pop(seq_id), Reception):
         found.give_back()
+    with contextlib.suppress(RanksBroken):
+        _let_follow(state, HandOver("forget", seq_id))
 
 
 def _give_up(state: StateParts, transfer: Transfer, reason: str) -> None:

@@ -35,7 +35,7 @@ class Take:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Put:
-    """Write planes to slots of a sequence that is being imported (``PeerRows.put``)."""
+    """Write planes to slots of a sequence that is being imported or received (``PeerRows.put``)."""
 
     seq: SeqId
     place: tuple[int, int]

@@ -28,7 +28,7 @@ from quire.base.errors import RanksBroken
 from quire.base.interrupts import Lock
 from quire.base.types import SeqId
 from quire.contracts.adapters import Adapter
-from quire.contracts.ranks import Grid
+from quire.contracts.ranks import Grid, HandOver
 from quire.runner import torch_group
 from quire.runner.rank_messages import FAILED, SEEN, LoadAdapter, Put, Seen, Take, UnloadAdapter, receive, send
 from quire.runner.torch_group import ENDED
@@ -159,6 +159,10 @@ class Ranks:
                 raise RanksBroken(self.broken)
             for rank, part in parts.items():
                 self._send(self._pipes[rank - 1], Put(seq, place, slots_N, part))
+
+    def follow(self, event: HandOver) -> None:
+        """See ``PeerRows``."""
+        self.send(event)
 
     def last_seen(self) -> list[Seen]:
         """Return the other ranks' results of the last step, besides logits."""

@@ -26,8 +26,8 @@ from quire.blend.forward import pieces_of
 from quire.blend.rows_task import RowsPiece
 from quire.contracts.adapters import Adapter
 from quire.contracts.model import num_blocks, stages_of
-from quire.contracts.ranks import Grid
-from quire.kv import sequencefile
+from quire.contracts.ranks import Grid, HandOver
+from quire.kv import sequencefile, transfer_verbs
 from quire.kv.parts import StateParts
 from quire.kv.state import State
 from quire.kv.storage import geometry
@@ -104,6 +104,8 @@ class RankedRunner:
                 sources.update(given)
         else:
             output = self._run(step)
+        if step.chunks:
+            transfer_verbs.send_computed(cast(State, self.state).parts)
         inputs = step.inputs
         has_seen = inputs.attention_weights or inputs.observed or inputs.hidden_states or inputs.features
         return self._with_all_seen(step, output) if step.chunks and has_seen else output
@@ -266,9 +268,11 @@ def serve_steps(runner: LocalRunner, pipe: Connection) -> None:
             case Take(place, slots_N):
                 send(pipe, state.parts.storage(place).take(place[1], slots_N))
             case Put(seq, place, slots_N, planes):
-                if seq in state.parts.imports:
+                if seq in state.parts.imports or seq in state.parts.transfers:
                     found = {name: plane.to(runner.device) for name, plane in planes.items()}
                     state.parts.storage(place).put(place[1], slots_N, found)
+            case HandOver() as event:
+                transfer_verbs.follow(state.parts, event)
             case Rows(sources):
                 named = {
                     name: HeldRows(

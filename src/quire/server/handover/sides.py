@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from quire.async_llm import AsyncLLM
-from quire.base.errors import InvalidArgument
 from quire.channels.greeting import Trust
 from quire.server.handover.decode import DecodeSide
 from quire.server.handover.prefill import PrefillSide
@@ -12,15 +11,9 @@ from quire.server.http.settings import ServerSettings
 
 def side_of(llm: AsyncLLM, settings: ServerSettings) -> PrefillSide | DecodeSide | None:
     """Begin to listen for decode servers, or to ask a prefill server; None for a server that does
-    both itself. Raise ``InvalidArgument`` for a model that no role can hand over."""
+    both itself."""
     if settings.peer is None:
         return None
-    config = llm.config
-    if config.tensor_parallel_size > 1 or config.pipeline_parallel_size > 1:
-        raise InvalidArgument(
-            f"role {settings.role!r}: a state that several processes divide cannot be handed over; give one process to each server",
-            field="role",
-        )
     trust, model = Trust(settings.secret), llm.identity.fields()
     if settings.role == "prefill":
         return PrefillSide(llm, settings.peer, trust, model)
