@@ -1,4 +1,4 @@
-"""Products with the blocks of GGUF files, against their values."""
+"""Products with the blocks of GGUF files, and of 8-bit floats, against their values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.contracts.linear import BlockRows
 from quire.kernels.linear.cpu_linear import EMULATED, TILES, NativeLinear, NativeMap, native_linear
 from quire.kernels.native_library import native_library
 from quire.weights.block_panels import KINDS, block_rows_of
-from quire.weights.gguf_blocks import BLOCKS, SIZES
+from quire.weights.gguf_blocks import BLOCKS, FLOAT8, SIZES
 from quire.weights.packed import unpack
 
 best = native_linear()
@@ -33,6 +33,7 @@ SCALES = {
     "Q5_K": (0, 2),
     "Q6_K": (208,),
     "MXFP4": (),
+    FLOAT8: (),
 }
 """Where the float16 numbers of a block stand, if not at 0 only."""
 
@@ -46,6 +47,11 @@ def rows_of_blocks(kind: str, rows: int, inputs: int, seed: int = 0) -> BlockRow
         raw[:, 0] = generator.integers(100, 130, len(raw))
         raw[:8, 0] = range(8)
         raw[8, 0] = 200
+    if kind == FLOAT8:
+        raw[:, 4:][raw[:, 4:] & 0x7F == 0x7F] ^= 1  # which are no numbers
+        scales = (generator.standard_normal(len(raw)) * 10.0 ** generator.uniform(-6, -2, len(raw))).astype(np.float32)
+        scales[:3] = 0, 1e-30, 2.0**20
+        raw[:, :4] = scales.view(np.uint8).reshape(-1, 4)
     for place in SCALES.get(kind, (0,)):
         scales = (generator.standard_normal(len(raw)) * 10.0 ** generator.uniform(-6, -2, len(raw))).astype(np.float16)
         scales[0] = 0
@@ -205,11 +211,11 @@ def test_what_is_not_kept() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "place"), [("Q8_0", 0), ("Q5_1", 2), ("Q3_K", 108), ("Q4_K", 2), ("Q6_K", 208), ("MXFP4", 0)]
+    ("kind", "place"), [("Q8_0", 0), ("Q5_1", 2), ("Q3_K", 108), ("Q4_K", 2), ("Q6_K", 208), ("MXFP4", 0), (FLOAT8, 2)]
 )
 def test_scales_that_are_no_numbers_are_refused(kind: str, place: int) -> None:
     part = rows_of_blocks(kind, 32, 256)
-    bad = [0, 0x7C] if kind != "MXFP4" else [253, 0x77]
+    bad = {"MXFP4": [253, 0x77], FLOAT8: [0, 0x7F]}.get(kind, [0, 0x7C])
     part.rows_RB[3, place : place + 2] = torch.tensor(bad, dtype=torch.uint8)
     with pytest.raises(CheckpointError, match=r"x has a scale in .* that is not finite"):
         kernel().pack_blocks([part], 256, None, torch.float32)

@@ -15,6 +15,7 @@ from torch import Tensor
 from quire import LLM
 from quire.base.errors import CheckpointError
 from quire.contracts.linear import CodeRows, WeightForm
+from quire.contracts.weights import CodedFormat
 from quire.kernels.linear.cpu_linear import native_linear
 from quire.kernels.native_library import native_library
 from quire.models.fingerprint import kept_formats, model_fingerprint
@@ -22,16 +23,18 @@ from quire.nn.experts import ExpertLinear
 from quire.nn.packed import KernelLinear
 from quire.weights.awq import Awq
 from quire.weights.code_format import CodeFormat
+from quire.weights.gguf_blocks import FLOAT8
 from quire.weights.gptq import Gptq
 from quire.weights.integer_codes import IntegerCodes
 from quire.weights.lazy_parameters import LazyParameters
 from quire.weights.packed import FORMS, unpack
 from quire.weights.panels import codes_of, pack_codes
 from quire.weights.safetensors_files import SINGLE_FILE
+from quire.weights.scaled_float8 import ScaledFloat8
 
 from .conftest import Case, make_checkpoint
-from .quantized_writer import Layout, awq, compressed, gptq, scheme, section, write_quantized
-from .test_quantized import AWQ, GPTQ
+from .quantized_writer import Layout, awq, compressed, float8, gptq, scheme, section, write_quantized
+from .test_quantized import AWQ, FLOAT, FP8, GPTQ
 
 native = pytest.mark.skipif(native_library() is None, reason="needs the C++ library")
 MODEL = Case("kept", "Qwen3", {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_hidden_layers": 2})
@@ -186,7 +189,7 @@ def test_scales_that_are_not_finite_are_refused_where_codes_are_kept(tmp_path: P
 
 ORDERED = section("pack-quantized", {"a": scheme(4, 32)})
 ASYMMETRIC = section("pack-quantized", {"a": scheme(4, 32, symmetric=False)})
-LAYOUTS: dict[str, tuple[Layout, dict[str, Any], str, CodeFormat]] = {
+LAYOUTS: dict[str, tuple[Layout, dict[str, Any], str, CodedFormat]] = {
     "awq": (awq(32), AWQ, "Q5_0", Awq(32)),
     "gptq-4": (gptq(4, 32), GPTQ, "Q5_0", Gptq(4, 32)),
     "gptq-4-v2": (gptq(4, 64, less_one=False), {**GPTQ, "checkpoint_format": "gptq_v2", "group_size": 64}, "Q5_0", Gptq(4, 64, False)),
@@ -197,6 +200,11 @@ LAYOUTS: dict[str, tuple[Layout, dict[str, Any], str, CodeFormat]] = {
     "float16": (compressed(4, 32, dtype=torch.float16), section("pack-quantized", {"a": scheme(4, 32)}), "Q4_0", IntegerCodes(4, 32, True)),
     "3 bits": (compressed(3, 32), section("pack-quantized", {"a": scheme(3, 32)}), "Q4_0", IntegerCodes(3, 32, True)),
     "lowest": (compressed(8, 32), section("pack-quantized", {"a": scheme(8, 32)}), "Q8_0", IntegerCodes(8, 32, True)),
+    "float8 32x64": (float8((32, 64)), {**FP8, "weight_block_size": [32, 64]}, FLOAT8, ScaledFloat8("_scale_inv", (32, 64))),
+    "float8 24x96": (float8((24, 96)), {**FP8, "weight_block_size": [24, 96]}, FLOAT8, ScaledFloat8("_scale_inv", (24, 96))),
+    "float8": (float8(None), {**FP8, "weight_block_size": None}, FLOAT8, ScaledFloat8("_scale_inv")),
+    "float8 tensor": (float8(None, scalar=True), {**FP8, "weight_block_size": None}, FLOAT8, ScaledFloat8("_scale_inv")),
+    "float8 rounded": (float8(None, "_scale", dtype=torch.bfloat16), section("float-quantized", {"a": FLOAT}), FLOAT8, ScaledFloat8("_scale", rounds=True)),
 }  # fmt: skip
 """With the form of their rows."""
 
@@ -228,6 +236,34 @@ def unrounded(self: CodeFormat, name: str, stored: Mapping[str, Tensor], out: Te
     assert made is not None
     values = made.codes_RI.float() * made.scales_Rg.float().repeat_interleave(made.group, 1)
     out[:, slice(None) if made.order_I is None else made.order_I] = values
+
+
+@native
+@pytest.mark.parametrize("name", ["float8 32x64", "float8", "float8 tensor"])
+@pytest.mark.parametrize("case", [MODEL, EXPERTS], ids=["dense", "experts"])
+def test_models_in_floats_of_8_bits_are_kept(tmp_path: Path, name: str, case: Case) -> None:
+    layout, given, _, format = LAYOUTS[name]
+    path = make_checkpoint(case, tmp_path / "model").path
+    quantized, plain = write_quantized(path, tmp_path, layout, given)
+    found, model = scores_of(quantized)
+    assert kept_formats(model) == [format.name]
+    assert model.expanded == {}
+    wanted, other = scores_of(plain)
+    # Two float32 forwards of the same weights.
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    assert model.parameter_bytes < other.parameter_bytes
+
+
+@native
+@pytest.mark.parametrize("kept", [True, False])
+def test_weights_that_are_no_numbers_are_refused(tmp_path: Path, kept: bool) -> None:
+    layout, given, _, _ = LAYOUTS["float8"]
+    quantized, _ = write_quantized(make_checkpoint(MODEL, tmp_path / "model").path, tmp_path, layout, given)
+    stored = load_file(quantized / SINGLE_FILE)
+    stored["model.layers.1.mlp.gate_proj.weight"].view(torch.uint8)[3, 5] = 0xFF
+    save_file(stored, quantized / SINGLE_FILE, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"gate_proj.weight has a weight that is no number; the file is damaged"):
+        scores_of(quantized, **({} if kept else {"quantization": "int8"}))
 
 
 @native

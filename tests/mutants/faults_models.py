@@ -493,4 +493,21 @@ FAMILIES = (
     ),
 )
 
-MUTANTS = (*NAMES, *KERNELS, *ROPE, *EXPERTS, *ROWS, *CORES, *FAMILIES)
+FLOATS_OF_8_BITS = (
+    Mutant(
+        name="float8-weights-that-are-no-numbers-pass",
+        file="weights/scaled_float8.py",
+        old="(codes_OI.view(torch.uint8) & 0x7F == 0x7F).any()",
+        new="(codes_OI.view(torch.uint8) == 0x7F).any()",
+        tests=("models/test_kept_codes.py::test_weights_that_are_no_numbers_are_refused",),
+    ),
+    Mutant(
+        name="float8-blocks-of-rows-share-the-first-scale",
+        file="weights/scaled_float8.py",
+        old="scales_mg.repeat_interleave(height, 0)[:rows]",
+        new="scales_mg.repeat(height, 1)[:rows]",
+        tests=("models/test_kept_codes.py::test_kept_values_are_the_expanded_ones_before_they_are_rounded",),
+    ),
+)
+
+MUTANTS = (*NAMES, *KERNELS, *ROPE, *EXPERTS, *ROWS, *CORES, *FAMILIES, *FLOATS_OF_8_BITS)

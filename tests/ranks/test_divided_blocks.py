@@ -17,8 +17,9 @@ from tests.models import test_parity as parity
 from tests.models import test_recurrent_families as hybrids
 from tests.models.conftest import Case, make_checkpoint
 from tests.models.gguf_writer import write_gguf
+from tests.models.quantized_writer import write_quantized
 from tests.models.test_gguf_blocks import CASES, EXPERTS, KINDS
-from tests.models.test_kept_codes import MODEL, compressed, exactly
+from tests.models.test_kept_codes import LAYOUTS, MODEL, compressed, exactly
 from tests.models.test_parity import run, tokens_for
 from tests.ranks.test_division import check
 from tests.ranks.thread_group import ThreadGroup, on_ranks
@@ -113,6 +114,17 @@ def test_codes_with_scales(bits: int, group: int, tmp_path: Path, monkeypatch: p
     wanted = run(model, tokens_T, [len(tokens_T)])
     # Float32 products of codes and of numbers add in other orders: thousands of roundings of 2^-24.
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["float8 32x64", "float8", "float8 tensor"])
+def test_floats_of_8_bits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit; of a row of 64 inputs under one scale each rank has half."""
+    layout, given, _, _ = LAYOUTS[name]
+    wide = {"intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4}
+    case = replace(MODEL, changes={**MODEL.changes, **wide})
+    quantized, _ = write_quantized(make_checkpoint(case, tmp_path / "model").path, tmp_path, layout, given)
+    found, wanted = kept_and_expanded(quantized, 2, monkeypatch)
+    assert torch.equal(found, wanted)
 
 
 def test_parts_that_are_no_whole_blocks_are_expanded(tmp_path: Path) -> None:

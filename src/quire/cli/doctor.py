@@ -195,14 +195,14 @@ def _weights() -> Finding:
     from quire.models.quantized import METHODS, OWN
     from quire.weights.block_panels import KINDS
     from quire.weights.floats import DTYPES
-    from quire.weights.gguf_blocks import BLOCKS
+    from quire.weights.gguf_blocks import BLOCKS, FLOAT8
 
     return Finding(
         "weights",
-        f"safetensors and GGUF files in {', '.join((*DTYPES, *BLOCKS))}; on a CPU with the C++ library, "
-        f"{', '.join(KINDS)} are multiplied as they are; all others but the first three are expanded at load; "
-        f"safetensors quantised by {', '.join((*sorted(METHODS), *OWN))}; of these, integers whose scales allow it are "
-        "multiplied as they are, and all others are expanded at load",
+        f"safetensors and GGUF files in {', '.join((*DTYPES, *(one for one in BLOCKS if one != FLOAT8)))}; on a CPU with the "
+        f"C++ library, {', '.join(one for one in KINDS if one != FLOAT8)} are multiplied as they are; all others but the first "
+        f"three are expanded at load; safetensors quantised by {', '.join((*sorted(METHODS), *OWN))}; of these, floats of 8 bits, "
+        "and integers whose scales allow it, are multiplied as they are, and all others are expanded at load",
     )
 
 

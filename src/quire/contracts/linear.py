@@ -15,7 +15,7 @@ from torch import Tensor
 WeightForm: TypeAlias = Literal["float32", "bfloat16", "int8", "int4", "fp8", "blocks", "rows"]
 """The form of a stored weight. "int8" and "int4": codes with one bfloat16 scale for a group of
 inputs. "fp8": float8_e4m3fn with one float32 scale for each output. "blocks": codes and scales of a
-GGUF file, in panels; "rows": the same as they lie in the file."""
+file, in panels; "rows": the same as they lie in the file."""
 
 Quantization: TypeAlias = Literal["int8", "int4", "fp8"]
 
@@ -66,7 +66,7 @@ class CodeRows:
     group: int
     """Inputs that share a scale."""
     codes_RI: Tensor
-    """int8 or int16"""
+    """int8 or int16, or float8_e4m3fn"""
     scales_Rg: Tensor
     """Of any float type."""
     order_I: Tensor | None = None

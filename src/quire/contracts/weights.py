@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
+
+from quire.contracts.linear import CodeRows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +58,19 @@ class WeightFormat(Protocol):
         ``CheckpointError`` with ``name`` for values that the format does not have, ``Unsupported``
         if the dtype of ``out`` cannot hold a value of a quantised format.
         """
+
+
+@runtime_checkable
+class CodedFormat(WeightFormat, Protocol):
+    """A format of codes with scales, which a kernel may multiply as they are."""
+
+    @property
+    def bits(self) -> int:
+        """The bits of a code."""
+
+    def code_rows(self, name: str, stored: Mapping[str, Tensor], shape: tuple[int, ...]) -> CodeRows | None:
+        """Return the codes of all rows, with their columns in the order of groups; None if groups
+        differ in size. Raise as ``expand``."""
 
 
 class WeightSource(Protocol):

@@ -24,6 +24,7 @@ from quire.contracts.block_calls import LayerKernels
 from quire.contracts.layers import LayerSpec
 from quire.contracts.linear import BlockKernel
 from quire.contracts.ranks import Grid, Group, Share, Stages
+from quire.contracts.weights import CodedFormat
 from quire.models.decoder import Trunk
 from quire.models.division import divide_head, join_ranks
 from quire.models.families import Family, LoadedModel, family_of, is_foreign
@@ -34,7 +35,6 @@ from quire.models.stages import check_stages, names_of, owners_of, ranges_of, ro
 from quire.nn.packed import place_late
 from quire.weights.block_panels import KINDS
 from quire.weights.checkpoint import Checkpoint
-from quire.weights.code_format import CodeFormat
 from quire.weights.floats import Floats
 from quire.weights.gguf_blocks import SIZES
 from quire.weights.gguf_paths import is_gguf
@@ -332,7 +332,7 @@ def _weight_bytes(
     form, in_blocks = kernels.quantization, dict[str, float]()
     if form is None and isinstance(kernels.linear, BlockKernel):
         for place in places.values():
-            if isinstance(place.format, CodeFormat):
+            if isinstance(place.format, CodedFormat):
                 in_blocks[place.parameter] = float(place.format.bits)
             elif place.format.name in KINDS:
                 numbers, size = SIZES[place.format.name]
@@ -360,7 +360,7 @@ def _expanded(
         name: place
         for name, place in places.items()
         if not isinstance(place.format, Floats)
-        and not (multiplies and (isinstance(place.format, CodeFormat) or place.format.name in KINDS))
+        and not (multiplies and (isinstance(place.format, CodedFormat) or place.format.name in KINDS))
     }
     return checkpoint.formats(found)
 

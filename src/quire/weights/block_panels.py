@@ -1,4 +1,4 @@
-"""The packed form "blocks": codes and scales of GGUF files, in panels of 32 outputs.
+"""The packed form "blocks": codes and scales of files, in panels of 32 outputs.
 
 ``kernels/cpu/linear.h`` defines the layout, and ``cpu/linear_pack_blocks.cpp`` writes it. No code
 and no scale is changed, so the values are those of ``gguf_blocks`` to the bit.
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from quire.contracts.linear import PackedMatrix
-from quire.weights.gguf_blocks import FP4_VALUES, IQ4_VALUES, SIZES
+from quire.weights.gguf_blocks import FLOAT8, FP4_VALUES, IQ4_VALUES, SIZES
 from quire.weights.panels import PANEL
 
 GROUP = 32
@@ -27,7 +27,7 @@ READ_AT_ONCE = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class BlockKind:
-    """One format of GGUF files in panels."""
+    """One format of blocks in panels: of GGUF files, or 8-bit floats."""
 
     name: str
     low: int
@@ -75,7 +75,7 @@ class BlockKind:
 
     def _numbers(self, codes: Tensor, high: Tensor) -> Tensor:
         if self.low == 8:
-            return codes.contiguous().view(torch.int8).float()
+            return codes.contiguous().view(torch.float8_e4m3fn if self.name == FLOAT8 else torch.int8).float()
         found = _bits_of(codes, self.low)
         if self.high:
             found = found | _bits_of(high, self.high) << self.low
@@ -87,7 +87,7 @@ class BlockKind:
             exponents = scales.squeeze(-1).int() - 128
             return torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents), None
         if not self.units:
-            numbers = scales.view(torch.float16).float().squeeze(-1)
+            numbers = scales.view(torch.float32 if self.name == FLOAT8 else torch.float16).float().squeeze(-1)
             return numbers[..., :1], -numbers[..., 1:] if self.has_minima else None
         units = head.view(torch.float16).float().unsqueeze(2)  # [R, s, 1, units, 1]
         numbers = scales.squeeze(-1)
@@ -106,7 +106,8 @@ class BlockKind:
         flat = panels.view(len(panels), -1, PANEL * (head + self.groups * sum(group)))
         yield flat[..., : PANEL * head].view(*flat.shape[:-1], self.units, PANEL, 2)
         inside = flat[..., PANEL * head :].view(*flat.shape[:-1], self.groups, PANEL * sum(group))
-        widths = [1 if self.low == 8 else 4, 4, 1 if self.units or self.scale == 1 else 2]
+        number = 1 if self.units or self.scale == 1 else 4 if self.name == FLOAT8 else 2
+        widths = [1 if self.low == 8 else 4, 4, number]
         start = 0
         for size, width in zip(group, widths, strict=True):
             part = inside[..., PANEL * start : PANEL * (start + size)]
@@ -138,6 +139,7 @@ KINDS: Mapping[str, BlockKind] = {
         BlockKind("IQ4_NL", 4, table=IQ4_VALUES),
         BlockKind("IQ4_XS", 4, scale=1, units=1, table=IQ4_VALUES),
         BlockKind("MXFP4", 4, scale=1, table=FP4_VALUES),
+        BlockKind(FLOAT8, 8, scale=4),
     )
 }
 """In the order of ``Kind`` in ``kernels/cpu/linear.h``."""

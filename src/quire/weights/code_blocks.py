@@ -1,6 +1,7 @@
 """Codes of quantised checkpoints as blocks of GGUF files, which kernels multiply.
 
-A code less its zero takes 4, 5 or 8 bits: that decides the format. Letters: R rows, I inputs; b
+A code less its zero takes 4, 5 or 8 bits: that decides the format. Floats of 8 bits have one of
+their own, with float32 scales. Letters: R rows, I inputs; b
 blocks of 32 inputs.
 """
 
@@ -13,14 +14,15 @@ from torch import Tensor
 
 from quire.contracts.linear import BlockRows, CodeRows
 from quire.weights.block_panels import GROUP
+from quire.weights.gguf_blocks import FLOAT8
 
 HOLDS = {"Q4_0": 8, "Q5_0": 16, "Q8_0": 128}
 """Codes of a format are from the number below zero to one less than it."""
 
 
 def blocks_of(parts: Sequence[CodeRows]) -> list[BlockRows] | None:
-    """Return rows with the same values in the smallest formats; None if a scale is no float16, or a
-    code or a group has no place in them."""
+    """Return rows with the same values in the smallest formats; None if a scale of integers is no
+    float16, or a code or a group has no place in them."""
     found = [_blocks(part) for part in parts]
     made = [one for one in found if one is not None]
     return made if len(made) == len(found) else None
@@ -28,6 +30,8 @@ def blocks_of(parts: Sequence[CodeRows]) -> list[BlockRows] | None:
 
 def _blocks(part: CodeRows) -> BlockRows | None:
     rows = len(part.codes_RI)
+    if part.codes_RI.dtype == torch.float8_e4m3fn:
+        return None if part.group % GROUP else _floats(part)
     kind = next((kind for kind, most in HOLDS.items() if part.fits(-most, most - 1)), None)
     halves = part.scales_Rg.half()
     if kind is None or part.group % GROUP or not torch.equal(halves.float(), part.scales_Rg.float()):
@@ -44,6 +48,14 @@ def _blocks(part: CodeRows) -> BlockRows | None:
         low = codes & 15
         parts.append(low[..., :16] | low[..., 16:] << 4)
     return BlockRows(part.name, kind, torch.cat(parts, -1).view(rows, -1))
+
+
+def _floats(part: CodeRows) -> BlockRows:
+    rows = len(part.codes_RI)
+    scales_Rb = part.scales_Rg.float().repeat_interleave(part.group // GROUP, 1)
+    codes = part.codes_RI.contiguous().view(torch.uint8).view(rows, -1, GROUP)
+    blocks = torch.cat((scales_Rb.unsqueeze(-1).view(torch.uint8), codes), -1)
+    return BlockRows(part.name, FLOAT8, blocks.view(rows, -1))
 
 
 def _bytes_of_bits(bits_RbG: Tensor) -> Tensor:

@@ -2,6 +2,9 @@
 
 ``BLOCKS`` has a row for each format that is expanded. Its function is the definition: it gives the
 values of ``gguf.quants.dequantize`` to the bit. Letters: N blocks, B bytes of a block.
+
+``FLOAT8`` is in no GGUF file: a float32 scale and 32 floats of 8 bits, which ``code_blocks`` makes
+of safetensors files.
 """
 
 from __future__ import annotations
@@ -90,9 +93,11 @@ SIZES: Mapping[str, tuple[int, int]] = {
     "TQ2_0": (256, 66),
     "MXFP4": (32, 17),
     "NVFP4": (64, 36),
+    "F8_E4M3": (32, 36),
 }
 """The numbers of a block, and its bytes."""
 
+FLOAT8 = "F8_E4M3"
 EXPANDED = 1 << 18
 """Numbers that are expanded at a time, so that they stay in a processor's cache."""
 
@@ -117,6 +122,8 @@ def has_finite_scales(kind: str, rows_RB: Tensor) -> bool:
     blocks_NB = rows_RB.reshape(-1, SIZES[kind][1])
     if kind == "MXFP4":
         return not bool((blocks_NB[:, 0] > MOST_POWER).any())
+    if kind == FLOAT8:
+        return bool(torch.isfinite(_steps_of_float8(blocks_NB) * torch.finfo(torch.float8_e4m3fn).max).all())
     return all(bool((blocks_NB[:, place + 1] & 0x7C != 0x7C).all()) for place in HALVES.get(kind, (0,)))
 
 
@@ -292,6 +299,14 @@ def _nvfp4(blocks: Tensor) -> Tensor:
     return (step * _looked_up(codes, FP4_VALUES)).flatten(1)
 
 
+def _steps_of_float8(blocks: Tensor) -> Tensor:
+    return blocks[:, :4].contiguous().view(torch.float32)
+
+
+def _float8(blocks: Tensor) -> Tensor:
+    return blocks[:, 4:].contiguous().view(torch.float8_e4m3fn).float().mul_(_steps_of_float8(blocks))
+
+
 BLOCKS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
@@ -307,5 +322,6 @@ BLOCKS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "IQ4_XS": _iq4_xs,
     "MXFP4": _mxfp4,
     "NVFP4": _nvfp4,
+    FLOAT8: _float8,
 }
 """Functions from blocks ``[N, B]``, uint8, to their values ``[N, numbers]`` in float32."""

@@ -18,8 +18,8 @@ from tqdm import tqdm
 
 from quire.base.errors import ResourceExhausted
 from quire.contracts.linear import BlockRows, CodeRows
+from quire.contracts.weights import CodedFormat
 from quire.weights.checkpoint import Checkpoint
-from quire.weights.code_format import CodeFormat
 from quire.weights.floats import Floats
 from quire.weights.gguf_blocks import SIZES, GgufBlocks
 from quire.weights.gguf_files import GgufFiles
@@ -187,7 +187,7 @@ class LazyParameters(Mapping[str, Tensor]):
             return []
         found: list[CodeRows] = []
         for name, place in inside:
-            if not isinstance(place.format, CodeFormat):
+            if not isinstance(place.format, CodedFormat):
                 return []
             stored = {one: self._checkpoint.source.read(one) for one in place.stored(name)}
             where = f"{self._checkpoint.tensors[next(iter(stored))].file}: {name}"
@@ -239,7 +239,7 @@ class LazyParameters(Mapping[str, Tensor]):
         return values
 
     def _may_stay(self, name: str) -> bool:
-        return all(isinstance(place.format, GgufBlocks | CodeFormat) for place in self._tensors[name].values())
+        return all(isinstance(place.format, GgufBlocks | CodedFormat) for place in self._tensors[name].values())
 
     def _on_device(self, parameter: Tensor) -> Tensor:
         """Return memory for a parameter."""

@@ -163,9 +163,11 @@ class Int4Panels:
 def pack_codes(parts: Sequence[CodeRows]) -> PackedMatrix | None:
     """Return rows of codes, one part after the other, in panels with the same codes and scales.
 
-    None if a scale is no bfloat16, if a code has more bits or is -128, or if the parts or their
-    groups do not fit.
+    None for floats, if a scale is no bfloat16, if a code has more bits or is -128, or if the parts
+    or their groups do not fit.
     """
+    if any(part.codes_RI.is_floating_point() for part in parts):
+        return None
     bits, inputs = parts[0].bits, parts[0].codes_RI.shape[1]
     form = Int4Panels() if bits == 4 else Int8Panels()
     group = math.gcd(form.group(inputs), *(part.group for part in parts))

@@ -12,15 +12,16 @@
 // which spreads to two vectors of bfloat16 pairs. A word of INT4 is eight inputs of one output: input 2p + s from bit 16s + 4p on.
 // Scales: [panels][I / group][32] bfloat16.
 //
-// BLOCKS keeps codes and scales of GGUF files. Maps that share a matrix may differ in kind: each is a part, of whole panels but for
+// BLOCKS keeps codes and scales of files: GGUF's, and 8-bit floats (F8_E4M3). Maps that share a matrix may differ in kind: each is a part, of whole panels but for
 // the last. A group is 32 inputs: its codes, the high bits of these, its scales. BLOCK_SHAPES has their sizes. Kinds with units have
 // eight groups behind a head.
 //
-//   codes      words of 32 bits, [4][32] of 4 bits or [2][32] of 2 bits; Q8_0 [32][32] bytes, two's complement, input by input
+//   codes      words of 32 bits, [4][32] of 4 bits or [2][32] of 2 bits; [32][32] bytes, input by input: of Q8_0 in two's complement,
+//              of F8_E4M3 the floats themselves
 //   high bits  words, [32] of one bit or [2][32] of two
 //              Words j of B bits have inputs 32j / B on: input 2p + s of them from bit 16s + Bp on.
-//   scales     [32] float16, of kinds with minima [2][32], the second added; MXFP4 [32] bytes, of 2^(byte - 128). With units: Q4_K, Q5_K
-//              [32] bytes of scales and [32] of minima; IQ4_XS [32] signed bytes; Q3_K, Q6_K [2][32] of them, of 16 inputs each; Q2_K
+//   scales     [32] float16, of kinds with minima [2][32], the second added; MXFP4 [32] bytes, of 2^(byte - 128); F8_E4M3
+//              [32] float32. With units: Q4_K, Q5_K [32] bytes of scales and [32] of minima; IQ4_XS [32] signed bytes; Q3_K, Q6_K [2][32] of them, of 16 inputs each; Q2_K
 //              [2][32] bytes of both, the minimum in the upper half
 //   head       [32] float16, which the scales are multiples of; of kinds with minima the same of these, which are subtracted, behind it
 
@@ -45,7 +46,7 @@ constexpr int AHEAD = 4096;
 constexpr bool BLOCKS_IN_PAIRS = true;
 enum Form { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, INT4 = 3, BLOCKS = 4 };
 // In the order of KINDS in quire/weights/block_panels.py.
-enum Kind { Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, MXFP4 };
+enum Kind { Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, MXFP4, F8_E4M3 };
 
 }  // namespace
 
@@ -125,6 +126,8 @@ struct BlockShape {
     int scale, units;  // bytes of a group's scales for an output; float16 numbers of a head for an output
     bool has_minima, is_halved;  // is_halved: a scale is of 16 inputs
     int offset;                  // is subtracted from a code
+    // Bytes of a number among a group's scales.
+    constexpr int scale_bytes() const { return units || scale == 1 ? 1 : scale == 4 && !has_minima ? 4 : 2; }
     constexpr int64_t codes_size() const { return PANEL * BLOCK_GROUP / 8 * low; }
     constexpr int64_t high_size() const { return PANEL * BLOCK_GROUP / 8 * high; }
     constexpr int64_t group_size() const { return codes_size() + high_size() + PANEL * scale; }
@@ -148,7 +151,10 @@ constexpr BlockShape BLOCK_SHAPES[] = {
     {4, 0, 2, 0, false, false, 0},   // IQ4_NL
     {4, 0, 1, 1, false, false, 0},   // IQ4_XS
     {4, 0, 1, 0, false, false, 0},   // MXFP4
+    {8, 0, 4, 0, false, false, 0},   // F8_E4M3
 };
+// A float of 8 bits is read as a float16 of the same bits, which is so many times smaller; scales are as much larger.
+constexpr float F8_FACTOR = 256;
 
 constexpr float IQ4_NUMBERS[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 constexpr float FP4_NUMBERS[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
@@ -177,6 +183,12 @@ INLINE float half_one(const uint8_t* from) {
     return half & 0x8000 ? -found : found;
 }
 
+// A float of 8 bits, divided by F8_FACTOR.
+INLINE float float8_one(uint8_t byte) {
+    const uint16_t half = (uint16_t)((byte & 0x80) << 8 | (byte & 0x7f) << 7);
+    return half_one((const uint8_t*)&half);
+}
+
 // 2^(byte - 128)
 INLINE float power_one(uint32_t byte) {
     const uint32_t bits = byte < 2 ? 0x200000u << byte : (byte - 1) << 23;
@@ -194,6 +206,7 @@ INLINE float block_value(int64_t kind, const uint8_t* panel, int64_t input, int6
         return (int)(loaded<uint32_t>(words + 4 * (i / each * PANEL + output)) >> (i % 2 * 16 + i % each / 2 * width) & ((1u << width) - 1));
     };
     float value;
+    if (kind == F8_E4M3) return float8_one(codes[i * PANEL + output]) * (loaded<float>(scales + 4 * output) * F8_FACTOR);
     if (kind == Q8_0)
         value = (float)(int8_t)codes[i * PANEL + output];
     else

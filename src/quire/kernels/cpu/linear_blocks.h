@@ -16,6 +16,10 @@ INLINE Lanes from_halves(const uint8_t* from) { return (Lanes)_mm512_cvtph_ps(_m
 INLINE Bits bytes_of(const uint8_t* from) { return (Bits)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from)); }
 INLINE Lanes from_ints(const uint8_t* from) { return (Lanes)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from))); }
 INLINE Lanes from_counts(Bits counts) { return (Lanes)_mm512_cvtepi32_ps((__m512i)counts); }
+INLINE Lanes from_floats8(const uint8_t* from) {
+    const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)from));
+    return (Lanes)_mm512_cvtph_ps(_mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16((short)0xbfff)));
+}
 #elif REGISTER == 32
 INLINE Lanes from_halves(const uint8_t* from) {
     const auto of = [](const uint8_t* half) { return (Lanes::Half)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)half)); };
@@ -32,20 +36,37 @@ INLINE Lanes from_ints(const uint8_t* from) {
     return {of(from), of(from + LANES / 2)};
 }
 INLINE Lanes from_counts(Bits counts) { return converted<Lanes>((Ints)counts); }
+INLINE Lanes from_floats8(const uint8_t* from) {
+    const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)from));
+    const __m256i halves = _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16((short)0xbfff));
+    return {(Lanes::Half)_mm256_cvtph_ps(_mm256_castsi256_si128(halves)), (Lanes::Half)_mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1))};
+}
 #else
-INLINE Lanes from_halves(const uint8_t* from) {
-    const Bits bits = converted<Bits>(loaded<Halves>(from)), size = (bits & 0x7fffu) << 13, sign = (bits & 0x8000u) << 16;
+// Of the bits of float16 numbers.
+INLINE Lanes of_halves(Bits bits) {
+    const Bits size = (bits & 0x7fffu) << 13, sign = (bits & 0x8000u) << 16;
     // A small one's leading bit is added and taken away again; no step has a number below 2^-126.
     const Lanes usual = (Lanes)(size + (112u << 23)), small = (Lanes)(size + (113u << 23)) - 0x1p-14f;
     return (Lanes)((Bits)chosen((Bits)((Ints)(size - (1u << 23)) >> 31), small, usual) | sign);
 }
+INLINE Lanes from_halves(const uint8_t* from) { return of_halves(converted<Bits>(loaded<Halves>(from))); }
 // In two steps: GCC 12 takes a conversion to four times the size apart into single numbers.
 INLINE Bits bytes_of(const uint8_t* from) { return converted<Bits>(converted<Halves>(loaded<SmallBytes>(from))); }
 INLINE Lanes from_counts(Bits counts) { return converted<Lanes>((Ints)counts); }
+INLINE Lanes from_floats8(const uint8_t* from) {
+    const Bits bytes = bytes_of(from);
+    return of_halves((bytes & 0x80u) << 8 | (bytes & 0x7fu) << 7);
+}
 INLINE Lanes from_ints(const uint8_t* from) {
     return converted<Lanes>(converted<Ints>(converted<SmallShorts>(loaded<SmallInts>(from))));
 }
 #endif
+
+// Numbers of codes that are bytes; those of F8_E4M3 are divided by F8_FACTOR.
+template <int KIND>
+INLINE Lanes from_bytes(const uint8_t* from) {
+    return KIND == F8_E4M3 ? from_floats8(from) : from_ints(from);
+}
 
 // table[code] of 16 numbers.
 #if REGISTER == 32
@@ -140,8 +161,8 @@ INLINE void eight_weights(USE& use, int64_t k, const Numbers<KIND>& numbers, con
     if constexpr (I < 8) {
         for (int n = 0; n < V; n++) {
             Lanes number;
-            if constexpr (KIND == Q8_0)
-                number = from_ints(codes + (k + I) * PANEL + n * LANES);
+            if constexpr (BLOCK_SHAPES[KIND].low == 8)
+                number = from_bytes<KIND>(codes + (k + I) * PANEL + n * LANES);
             else
                 number = numbers.template of<I>(words[n], above[n]);
             if constexpr (BLOCK_SHAPES[KIND].has_minima || PLAIN_CODES<KIND>)
@@ -160,6 +181,8 @@ INLINE void read_scales(Lanes (&scale)[V], Lanes (&minimum)[V], const uint8_t* s
     for (int n = 0; n < V; n++) {
         if constexpr (KIND == MXFP4) {
             scale[n] = from_powers(scales + n * LANES);
+        } else if constexpr (KIND == F8_E4M3) {
+            scale[n] = loaded<Lanes>(scales + 4 * n * LANES) * F8_FACTOR;
         } else if constexpr (!SHAPE.units) {
             scale[n] = from_halves(scales + 2 * n * LANES);
             if constexpr (SHAPE.has_minima) minimum[n] = -from_halves(scales + 2 * PANEL + 2 * n * LANES);
@@ -184,8 +207,9 @@ template <int KIND, int V, typename USE>
 INLINE void each_weight(const uint8_t* panel, int64_t group, int first, USE&& use) {
     constexpr BlockShape SHAPE = BLOCK_SHAPES[KIND];
     const Numbers<KIND> numbers;
-    const uint8_t *from = panel + SHAPE.group(group), *codes = from + first * (KIND == Q8_0 ? LANES : 64);
-    const uint8_t *high = from + SHAPE.codes_size() + first * 64, *scales = from + SHAPE.codes_size() + SHAPE.high_size() + first * LANES * (KIND == MXFP4 || SHAPE.units ? 1 : 2);
+    const uint8_t *from = panel + SHAPE.group(group), *codes = from + first * (SHAPE.low == 8 ? LANES : 64);
+    const uint8_t *high = from + SHAPE.codes_size() + first * 64;
+    const uint8_t* scales = from + SHAPE.codes_size() + SHAPE.high_size() + first * LANES * SHAPE.scale_bytes();
     const uint8_t* head = panel + SHAPE.head(group) + 2 * first * LANES;
     if (first == 0)
         for (int64_t byte = 0; byte < SHAPE.group_size(); byte += 64) __builtin_prefetch(from + byte + AHEAD, 0, 3);
@@ -277,7 +301,8 @@ __attribute__((noinline)) void expand_kind(bfloat16* to, const uint8_t* panel, i
         case Q6_K: function(Q6_K, __VA_ARGS__); break;   \
         case IQ4_NL: function(IQ4_NL, __VA_ARGS__); break; \
         case IQ4_XS: function(IQ4_XS, __VA_ARGS__); break; \
-        default: function(MXFP4, __VA_ARGS__);           \
+        case MXFP4: function(MXFP4, __VA_ARGS__); break; \
+        default: function(F8_E4M3, __VA_ARGS__);         \
     }
 #define EXPAND_KIND(KIND, ...) expand_kind<KIND>(__VA_ARGS__)
 

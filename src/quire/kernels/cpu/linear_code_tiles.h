@@ -16,9 +16,9 @@ constexpr int MOST_FEW = 8;
 // -- pairs of a group of 32 inputs -------------------------------------------------------------------------------------
 
 // What reads codes: a Kind, or one of these.
-enum Source { CODES_OF_8 = MXFP4 + 1, CODES_OF_4 };
+enum Source { CODES_OF_8 = F8_E4M3 + 1, CODES_OF_4 };
 
-constexpr bool is_kind(int source) { return source <= MXFP4; }
+constexpr bool is_kind(int source) { return source <= F8_E4M3; }
 // Inputs of a tile's step; not more than share a scale.
 constexpr int step_of(int source) { return is_kind(source) && BLOCK_SHAPES[source].is_halved ? 16 : 32; }
 constexpr bool has_minima(int source) { return is_kind(source) && BLOCK_SHAPES[source].has_minima; }
@@ -92,22 +92,30 @@ struct CodeReader {
     }
 };
 
-template <>
-struct CodeReader<Q8_0> {
+template <int KIND>
+struct ByteReader {
     template <typename USE>
     __attribute__((always_inline)) void read(const uint8_t* codes, USE&& use) const {
-        for (int64_t byte = 0; byte < BLOCK_SHAPES[Q8_0].group_size(); byte += 64) __builtin_prefetch(codes + byte + AHEAD, 0, 3);
+        for (int64_t byte = 0; byte < BLOCK_SHAPES[KIND].group_size(); byte += 64) __builtin_prefetch(codes + byte + AHEAD, 0, 3);
         each<0>(codes, use);
     }
     template <int P, typename USE>
     __attribute__((always_inline)) void each(const uint8_t* codes, USE& use) const {
         if constexpr (P < 16) {
             const uint8_t *even = codes + 2 * P * PANEL, *odd = even + PANEL;
-            use.template floats<P>(0, from_ints(even), from_ints(odd));
-            use.template floats<P>(1, from_ints(even + LANES), from_ints(odd + LANES));
+            use.template floats<P>(0, from_bytes<KIND>(even), from_bytes<KIND>(odd));
+            use.template floats<P>(1, from_bytes<KIND>(even + LANES), from_bytes<KIND>(odd + LANES));
             each<P + 1>(codes, use);
         }
     }
+};
+template <>
+struct CodeReader<Q8_0> : ByteReader<Q8_0> {
+    __attribute__((always_inline)) CodeReader() {}
+};
+template <>
+struct CodeReader<F8_E4M3> : ByteReader<F8_E4M3> {
+    __attribute__((always_inline)) CodeReader() {}
 };
 
 template <int FORM>

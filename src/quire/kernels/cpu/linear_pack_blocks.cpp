@@ -1,4 +1,4 @@
-// BLOCKS (linear.h) from rows as GGUF files have them (quire/weights/gguf_blocks.py).
+// BLOCKS (linear.h) from rows as files have them (quire/weights/gguf_blocks.py).
 #if defined(__linux__)
 #include <sys/mman.h>
 #include <unistd.h>
@@ -17,7 +17,7 @@ struct PackBlocks {
     std::atomic<int> is_damaged;
 };
 
-constexpr int64_t BLOCK_BYTES[] = {18, 20, 22, 24, 34, 84, 110, 144, 176, 210, 18, 136, 17};
+constexpr int64_t BLOCK_BYTES[] = {18, 20, 22, 24, 34, 84, 110, 144, 176, 210, 18, 136, 17, 36};
 
 // Bits of eight bytes, WIDTH of each from bit ``shift`` on, side by side.
 template <int WIDTH>
@@ -59,7 +59,7 @@ INLINE void put_words(uint8_t* to, const uint8_t* from, int shift) {
     }
 }
 
-// The codes of a group of an output, and their high bits. Not of Q8_0.
+// The codes of a group of an output, and their high bits. Not of codes of 8 bits.
 template <int KIND>
 INLINE void put_codes(uint8_t* to, uint8_t* high, const uint8_t* block, int g) {
     constexpr BlockShape SHAPE = BLOCK_SHAPES[KIND];
@@ -138,6 +138,7 @@ template <int KIND>
 INLINE bool is_finite(const Scales& scales) {
     constexpr BlockShape SHAPE = BLOCK_SHAPES[KIND];
     if (KIND == MXFP4) return scales.of[0][0] < 253;  // 12 * 2^(252 - 128) is
+    if (KIND == F8_E4M3) return __builtin_isfinite(loaded<float>(scales.of[0]) * 448);
     const uint8_t* halves = SHAPE.units ? scales.head : scales.of[0];
     return is_half(halves) && (!SHAPE.has_minima || is_half(halves + 2));
 }
@@ -155,7 +156,7 @@ INLINE void pack_panel(PackBlocks& call, int64_t panel) {
     for (int64_t b = 0; b < blocks; b++) {
         uint8_t* const head = to + SHAPE.head(b * GROUPS);
         const uint8_t* const column = call.rows + first * call.stride + b * BLOCK_BYTES[KIND];
-        if constexpr (KIND == Q8_0) turn_bytes(to + SHAPE.group(b), column + 2, call.stride, outputs);
+        if constexpr (SHAPE.low == 8) turn_bytes(to + SHAPE.group(b), column + SHAPE.scale, call.stride, outputs);
         for (int64_t o = 0; o < outputs; o++) {
             const uint8_t* const block = column + o * call.stride;
             read_scales<KIND>(found, block);
@@ -164,8 +165,8 @@ INLINE void pack_panel(PackBlocks& call, int64_t panel) {
             for (int g = 0; g < GROUPS; g++) {
                 uint8_t* const codes = to + SHAPE.group(b * GROUPS + g);
                 uint8_t *const high = codes + SHAPE.codes_size(), *const scales = high + SHAPE.high_size();
-                if constexpr (KIND != Q8_0) put_codes<KIND>(codes + 4 * o, high + 4 * o, block, g);
-                constexpr int BYTES = SHAPE.units > 0 || SHAPE.scale == 1 ? 1 : 2;  // of a number
+                if constexpr (SHAPE.low < 8) put_codes<KIND>(codes + 4 * o, high + 4 * o, block, g);
+                constexpr int BYTES = SHAPE.scale_bytes();
                 for (int i = 0; i < SHAPE.scale; i += BYTES) std::memcpy(scales + i * PANEL + BYTES * o, found.of[g] + i, BYTES);
             }
         }
@@ -210,7 +211,8 @@ CLONES void pack_blocks(void* data) {
         case Q6_K: return pack_panels<Q6_K>(call);
         case IQ4_NL: return pack_panels<IQ4_NL>(call);
         case IQ4_XS: return pack_panels<IQ4_XS>(call);
-        default: return pack_panels<MXFP4>(call);
+        case MXFP4: return pack_panels<MXFP4>(call);
+        default: return pack_panels<F8_E4M3>(call);
     }
 }
 

@@ -85,6 +85,11 @@ def values_of(block, group, i_G, table, KIND: tl.constexpr):
     numbers of codes of IQ4, then of MXFP4."""
     if KIND == "Q8_0":
         numbers = signed_at(block + 2 + i_G)
+    elif KIND == "F8_E4M3":
+        # The bits of a float16 that is 256 times smaller.
+        code = tl.load(block + 4 + i_G).to(tl.uint16)
+        half = ((code & 0x80) << 8 | (code & 0x7F) << 7).to(tl.uint16)
+        numbers = half.to(tl.float16, bitcast=True).to(tl.float32)
     else:
         codes = codes_of(block, group, i_G, KIND)
         if KIND == "IQ4_NL" or KIND == "IQ4_XS":
@@ -115,6 +120,10 @@ def values_of(block, group, i_G, table, KIND: tl.constexpr):
         power = tl.load(block).to(tl.int32)
         power = tl.where(power < 2, 1 << 21 + power, power - 1 << 23).to(tl.float32, bitcast=True)
         return numbers * power
+    elif KIND == "F8_E4M3":
+        low = bits_at(block, 0, 8) | bits_at(block + 1, 0, 8) << 8
+        step = low | bits_at(block + 2, 0, 8) << 16 | bits_at(block + 3, 0, 8) << 24
+        return numbers * (step.to(tl.float32, bitcast=True) * 256)
     elif KIND == "Q4_1" or KIND == "Q5_1":
         return numbers * half_at(block) + half_at(block + 2)
     else:
