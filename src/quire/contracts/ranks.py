@@ -91,12 +91,12 @@ class PeerRows(Protocol):
         part."""
 
     def follow(self, event: HandOver) -> None:
-        """Let the other ranks do what rank 0 has done for a hand-over."""
+        """Let the other ranks repeat rank 0's change for a hand-over."""
 
 
 @dataclass(frozen=True, slots=True)
 class HandOver:
-    """What a hand-over of a sequence (``kv.transfer_verbs``) changes on every rank."""
+    """One change of a hand-over of a sequence (``kv.transfer_verbs``), the same on every rank."""
 
     kind: Literal["receive", "send", "publish", "forget"]
     """``receive``: take room for tokens; ``send``: let no forward or pop contradict what is sent;

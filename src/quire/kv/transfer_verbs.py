@@ -192,7 +192,7 @@ def check_transfers(state: StateParts) -> None:
 
 
 def send_computed(state: StateParts) -> None:
-    """Send what a step has added to a divided state. The caller is rank 0, behind the step."""
+    """Send the new rows of a divided state. The caller is rank 0, behind each step."""
     for mark in [one for one in state.transfers.values() if isinstance(one, SendMark)]:
         try:
             mark.send_computed(state.sequences.get(mark.seq_id).length)
@@ -201,7 +201,7 @@ def send_computed(state: StateParts) -> None:
 
 
 def follow(state: StateParts, event: HandOver) -> None:
-    """Do what rank 0 has done, on another rank."""
+    """Repeat rank 0's change on another rank."""
     seq = event.seq
     match event.kind:
         case "receive":
