@@ -1,19 +1,23 @@
-"""What holds for every test: which examples Hypothesis tries, and that Ctrl-C reaches the tests
-that send it.
+"""What holds for every test: which examples Hypothesis tries, that Ctrl-C reaches the tests that
+send it, and that modules are not compiled and old objects not looked through again and again.
 """
 
 from __future__ import annotations
 
 import gc
+import importlib
 import logging
 import os
 import signal
+import sys
 import zlib
 from collections.abc import Generator, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from hypothesis.internal.conjecture import providers
 
 # Triton decides when it is imported how its programs run, and other packages import it. Without a
 # GPU its interpreter runs them.
@@ -26,6 +30,10 @@ settings.register_profile("ci", derandomize=True, deadline=None, max_examples=40
 # Others in every run, for `make test-all`.
 settings.register_profile("random", deadline=None)
 settings.load_profile("ci")
+# Hypothesis also draws numbers and texts that occur in the modules of this project that are loaded:
+# examples would depend on the tests that ran before, and it would parse all modules for them.
+assert providers._get_local_constants() is providers._local_constants
+providers._get_local_constants = lambda: providers._local_constants
 
 TURNS = {"hybrid": 3, "checkpoint": 3}
 """Fixtures over kinds of models, and how many of these take turns: ``turns(n)`` for all tests that
@@ -103,15 +111,34 @@ def places(cases: list[pytest.Item]) -> Iterator[int]:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
     """Collect no garbage meanwhile: syntax trees of all tests would be looked through again and
     again, which takes 7 s.
     """
     gc.disable()
     try:
+        if hasattr(session.config, "workerinput") and session.config.args == session.config.getini("testpaths"):
+            compile_share(session.config)
         return (yield)
     finally:
         gc.enable()
+
+
+def compile_share(config: pytest.Config) -> None:
+    """Import some of the test modules, other ones than the other workers.
+
+    Pytest rewrites assertions when it imports a module first, and keeps the byte code. All workers
+    import all modules: in a fresh clone each would rewrite nearly all of them.
+    """
+    worker: dict[str, str | int] = config.workerinput  # type: ignore[attr-defined]
+    number, count = int(str(worker["workerid"]).removeprefix("gw")), int(worker["workercount"])
+    tests = config.rootpath / "tests"
+    for path in sorted(tests.rglob("test_*.py"))[number::count]:
+        if sys.path[0] != str(tests):  # as pytest does; a module before may have put others there
+            sys.path.insert(0, str(tests))
+        # What is not installed skips the module, which says so when it is collected.
+        with suppress(ImportError, pytest.skip.Exception):
+            importlib.import_module(".".join(path.relative_to(tests).with_suffix("").parts))
 
 
 def pytest_collection_finish() -> None:
@@ -126,3 +153,15 @@ def pytest_collection_finish() -> None:
     for logger in logging.root.manager.loggerDict.values():
         if isinstance(logger, logging.Logger) and logger.name.startswith(("torch", "transformers")):
             logger.propagate = True
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, None, None]:
+    """Leave what a module has left behind out of garbage collection, too: caches, and libraries
+    that were imported late. A collection in the middle of the suite took 0.25 s, and tests ask for
+    many.
+    """
+    yield
+    if nextitem is not None and nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()

@@ -284,9 +284,9 @@ def test_the_first_list_is_waited_for_and_not_for_long(monkeypatch: pytest.Monke
         assert not fresh.known(made.keys.parent).tiers
         assert 0.05 < time.monotonic() - started < 5
         started = time.monotonic()
-        for _ in range(20):
+        for _ in range(100):
             assert not fresh.known(made.keys.parent).tiers
-        assert time.monotonic() - started < 0.5
+        assert time.monotonic() - started < 5, "to wait each time would take 10 s"
         shelf.open["children"].set()
         until(lambda: len(fresh.known(made.keys.parent).tiers) == 1)
         fresh.close()

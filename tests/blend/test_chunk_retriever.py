@@ -608,7 +608,7 @@ def test_layers_of_a_remote_chunk_are_used_while_others_come(monkeypatch: pytest
         waiting.start()
         waiting.join(0.05)
         assert waiting.is_alive()
-        assert made.store.get([key])[0].result(1) is not None, "who comes later gets the same"
+        assert made.store.get([key])[0].result(20) is not None, "who comes later gets the same"
         assert memory.get_now([key]) == [None]
         shelf.open["part"].set()
         waiting.join(10)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.inspector.conftest import Visit, Watch, engine, small_model
 from tests.inspector.page_use import close_all, expect, findings, sideways, told
-from tests.inspector.test_comebacks import free_port
 from tests.inspector.test_shell import HOSTILE
+from tests.ports import lasting_port
 from tests.server.conftest import OPTIONS, TEMPLATE, Served, serving, shallow_copy, wait_for
 from tests.server.killable import killable
 
@@ -427,7 +427,7 @@ def test_keys_do_not_see_each_others_conversations(visit: Visit, inspected: Serv
 
 
 def test_a_killed_server_comes_back(visit: Visit, chat_folder: Path, tmp_path: Path) -> None:
-    port = free_port()
+    port = lasting_port()
     options = {**OPTIONS, "state_dir": tmp_path / "state"}
     settings = {"allow_edits": True}
     with (

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 
 from tests.inspector.conftest import Visit
 from tests.inspector.page_use import expect, made, row
+from tests.ports import lasting_port
 from tests.server.conftest import OPTIONS
 from tests.server.killable import killable
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
-
-
 def test_a_server_goes_away_and_comes_back(visit: Visit, chat_folder: Path, tmp_path: Path) -> None:
-    port = free_port()
+    port = lasting_port()
     with killable(chat_folder, tmp_path / "first", options=OPTIONS, port=port) as first:
         made(first.client, name="before the end")
         with visit(f"{first.url}/#history") as (page, watch):

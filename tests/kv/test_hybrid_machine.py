@@ -77,8 +77,7 @@ def reset() -> None:
 
 def test_short() -> None:
     reset()
-    # Hypothesis also draws constants of the modules that are loaded, so what is met depends on the
-    # tests beside this one.
+    # What is met depends on the version of Hypothesis.
     for steps in range(40, 52):
         run_machine(10, steps, derandomize=True)
         done, refused = met()

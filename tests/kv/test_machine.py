@@ -84,8 +84,7 @@ def refused_classes() -> set[type[QuireError]]:
 
 def test_short() -> None:
     reset()
-    # Hypothesis also draws constants of the modules that are loaded, so what is met depends on the
-    # tests beside this one.
+    # What is met depends on the version of Hypothesis.
     for number in range(9):
         run_machine(8, 45, derandomize=False, machine=seed(number)(type("Seeded", (ExchangeSteps,), {})))
         if (

@@ -58,6 +58,7 @@ def test_latent_attention(tmp_path: Any, case: Case, monkeypatch: pytest.MonkeyP
     check(latent.make_checkpoint(case, tmp_path / case.name), 2)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("case", hybrids.CASES, ids=lambda case: case.name)
 def test_recurrent_layers(tmp_path: Any, case: Case) -> None:
     """The heads of mixers, and the channels of their convolutions and norms."""

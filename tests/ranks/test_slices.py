@@ -67,6 +67,7 @@ def test_logits_of_mixers(tmp_path: Path, name: str) -> None:
     assert float((found - exact).abs().max()) <= Float32Bound(tiny.model, torch.tensor(gemma.TOKENS), exact)
 
 
+@pytest.mark.turns(2)
 def test_conversations(make_llm: MakeLLM, family: Checkpoint, tmp_path: Path) -> None:
     run(in_slices(make_llm), family, 5, 16, tmp_path, **families.sizes(family, in_slices(make_llm)))
 

@@ -272,7 +272,7 @@ def live(world: World, row: Row, rounds: int) -> None:
                 assert world.says(output.prompt_token_ids, one, adapter, form, params.stop_ids)
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("row", ROWS, ids=name_of)
 def test_every_pair(worlds: Any, row: Row) -> None:
     live(worlds(row["model"]), row, 2)

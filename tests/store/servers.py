@@ -1,4 +1,4 @@
-"""A Redis server of a test's own, on a free port of the loopback."""
+"""A Redis server of a test's own, on a port of the loopback that it keeps."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import subprocess
 import time
 
 import pytest
+from tests.ports import lasting_port
 
 PROGRAM = shutil.which("redis-server") or shutil.which("valkey-server")
 
@@ -20,9 +21,7 @@ class RedisServer:
     def __init__(self) -> None:
         if PROGRAM is None:
             pytest.skip("neither redis-server nor valkey-server is installed")
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = lasting_port()
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
