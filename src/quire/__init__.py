@@ -5,11 +5,11 @@ Names are imported on first use, so that ``import quire`` takes milliseconds.
 
 from __future__ import annotations
 
-import gc
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
+from quire.base.collector import paused_collector
 from quire.base.errors import (
     AlreadyExists,
     BlendLoadError,
@@ -114,15 +114,11 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
-        collects = gc.isenabled()
-        gc.disable()  # imports make hundreds of thousands of objects, all of which stay
         try:
-            module = import_module(_LAZY[name])
+            with paused_collector():
+                module = import_module(_LAZY[name])
         except AttributeError as error:  # `from quire import` would report a missing name
             raise ImportError(f"{_LAZY[name]} cannot be imported: {error}") from error
-        finally:
-            if collects:
-                gc.enable()
         return getattr(module, name)
     raise AttributeError(f"module 'quire' has no attribute {name!r}")
 
