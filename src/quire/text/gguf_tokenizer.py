@@ -221,7 +221,10 @@ def _byte_level(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
     texts = file.texts("tokenizer.ggml.merges")
     if (wrong := next((text for text in texts if " " not in text), None)) is not None:
         raise CheckpointError(f"{file.path}: {wrong!r} in tokenizer.ggml.merges; expected two tokens and a space")
-    merges: list[Any] = [tuple(text.split(" ", 1)) for text in texts]
+    halves = " ".join(texts).split(" ")
+    merges: list[Any] = list(zip(halves[::2], halves[1::2], strict=False))
+    if len(halves) != 2 * len(texts):  # one has several spaces
+        merges = [tuple(text.split(" ", 1)) for text in texts]
     backend = tokenizers.Tokenizer(models.BPE(dict(vocabulary.ids), merges, ignore_merges=split.whole))
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
