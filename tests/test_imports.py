@@ -247,6 +247,16 @@ def test_import_of_the_package_is_quick() -> None:
     assert not loaded & {"torch", "transformers", "numpy", "tokenizers", "huggingface_hub"}
 
 
+def test_commands_and_models_import_no_more_than_they_need() -> None:
+    """``quire --help`` computes nothing and waits for nothing; a model draws no tables."""
+    loaded = loaded_by("import quire.cli.main")
+    assert "quire" in loaded
+    assert not loaded & {"torch", "numpy", "asyncio", "rich", "jinja2", "tokenizers", "fastapi", "pydantic"}
+    loaded = loaded_by("from quire import LLM")
+    assert "torch" in loaded
+    assert not loaded & {"rich", "transformers", "fastapi", "pydantic", "prometheus_client", "matplotlib", "redis"}
+
+
 def test_every_public_name_is_there() -> None:
     assert {"AsyncSession", "SampleDelta", "AsyncLLM", "Session"} <= set(quire.__all__)
     for name in quire.__all__:

@@ -5,11 +5,10 @@ Names are imported on first use, so that ``import quire`` takes milliseconds.
 
 from __future__ import annotations
 
-import gc
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
+from quire.base.collector import paused_collector
 from quire.base.errors import (
     AlreadyExists,
     BlendLoadError,
@@ -46,11 +45,6 @@ if TYPE_CHECKING:
     from quire.executor.llm_executor import LlmExecutor
     from quire.llm import LLM
     from quire.sessions.session import Session
-
-try:
-    __version__ = version("quire")
-except PackageNotFoundError:  # run from a source tree that is not installed
-    __version__ = "0+unknown"
 
 _LAZY = {
     "AsyncLLM": "quire.async_llm",
@@ -114,17 +108,24 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
-        collects = gc.isenabled()
-        gc.disable()  # imports make hundreds of thousands of objects, all of which stay
         try:
-            module = import_module(_LAZY[name])
+            with paused_collector():
+                module = import_module(_LAZY[name])
         except AttributeError as error:  # `from quire import` would report a missing name
             raise ImportError(f"{_LAZY[name]} cannot be imported: {error}") from error
-        finally:
-            if collects:
-                gc.enable()
         return getattr(module, name)
+    if name == "__version__":
+        return _version()
     raise AttributeError(f"module 'quire' has no attribute {name!r}")
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version  # a fifth of this module's time
+
+    try:
+        return version("quire")
+    except PackageNotFoundError:  # run from a source tree that is not installed
+        return "0+unknown"
 
 
 def __dir__() -> list[str]:

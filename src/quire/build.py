@@ -52,6 +52,7 @@ from quire.kernels.linear.float8 import Float8Linear, float8_problem
 from quire.kernels.linear.low_rank import native_low_rank
 from quire.kernels.linear.triton_blocks import TritonBlocks
 from quire.kernels.malloc import keep_freed_memory
+from quire.kernels.merges import scored_merges
 from quire.kernels.native_library import native_problem
 from quire.kernels.recurrence.cpu_recurrence import native_mixers
 from quire.kernels.recurrence.triton_recurrence import fastest_recurrence
@@ -459,7 +460,7 @@ def load_draft_model(
         return None
     name = os.fspath(speculation.model)
     path = resolve_model(name)
-    check_vocabulary(name, Tokenizer.from_path(path), tokenizer)
+    check_vocabulary(name, Tokenizer.from_path(path, scored_merges()), tokenizer)
     draft = load_model(
         path,
         device=device,
@@ -638,7 +639,7 @@ def make_adapters(
 def load_tokenizer(config: EngineConfig, model_path: Path) -> Tokenizer | None:
     """Return the configured tokenizer, else the model's; None: it works with token ids."""
     path = model_path if config.tokenizer is None else resolve_tokenizer(config.tokenizer, revision=config.revision)
-    found = Tokenizer.from_path(path)
+    found = Tokenizer.from_path(path, scored_merges())
     if found is None and config.tokenizer is not None:
         raise CheckpointError(f"tokenizer {config.tokenizer!r}: {path} holds no tokenizer.json")
     if found is not None and config.parse_special:
@@ -888,7 +889,9 @@ def _make_executor(config: ExecutorConfig, choices: Choices, path: Path, ranks: 
         logger.warning(rule.inexact.replace("max_model_len", "max_sequence_length"))
     draft = None
     if speculation is not None:
-        draft = load_draft_model(limits, speculation, model, Tokenizer.from_path(path), device, progress=False)
+        draft = load_draft_model(
+            limits, speculation, model, Tokenizer.from_path(path, scored_merges()), device, progress=False
+        )
     budget, format = budget_of(model), kv_format(limits.kv_dtype, model.dtype)
     if speculation is not None:
         proposer: Proposer

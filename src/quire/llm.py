@@ -19,7 +19,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from rich.console import RenderableType
 
 from quire.base.config import EngineConfig, check_int
 from quire.base.errors import InvalidArgument, Unsupported
@@ -65,6 +64,8 @@ from quire.store.transfer import Transferred
 from quire.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from quire_inspector.drawing.page_maps import PageMaps
     from quire_inspector.drawing.summaries import Summary
     from quire_inspector.views.state_views import StateViews

@@ -22,8 +22,9 @@ from quire.base.errors import DataLoss, InvalidArgument, QuireError, Unsupported
 from quire.channels import greeting, ring, urls
 from quire.channels.greeting import Trust
 from quire.channels.pair import channel_pair
+from quire.channels.place import Place
 from quire.channels.socket_end import SocketEnd
-from quire.channels.urls import Listener, Place, connect
+from quire.channels.urls import Listener, connect
 from quire.contracts.channel import Channel
 
 HAS_CRYPTOGRAPHY = importlib.util.find_spec("cryptography") is not None

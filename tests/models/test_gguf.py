@@ -424,6 +424,7 @@ def text(value: bytes, size: int | None = None) -> bytes:
         (header(keys=1) + text(b"k") + struct.pack("<IIQ", 9, 4, 1 << 20), "ends at byte"),
         (header(keys=1) + text(b"k") + struct.pack("<IIQ", 9, 9, 1), "an array of type 9"),
         (header(keys=1) + text(b"k") + struct.pack("<IIQ", 9, 8, 3) + text(b"", 2**64 - 1), "expected at most 65536"),
+        (header(keys=1) + text(b"k") + struct.pack("<IIQ", 9, 8, 3) + text(b"a") + text(b"", 9), r"k\[1\] at byte"),
         (header(keys=1) + text(b"k") + struct.pack("<I", 77), "has type 77"),
         (header(keys=2) + 2 * (text(b"k") + struct.pack("<IB", 0, 1)), "is there twice"),
         (header(keys=1) + text(b"\xff"), "not UTF-8"),

@@ -510,4 +510,35 @@ FLOATS_OF_8_BITS = (
     ),
 )
 
-MUTANTS = (*NAMES, *KERNELS, *ROPE, *EXPERTS, *ROWS, *CORES, *FAMILIES, *FLOATS_OF_8_BITS)
+VOCABULARIES = (
+    Mutant(
+        name="texts-of-a-file-that-are-not-proven",
+        file="weights/gguf_texts.py",
+        old="    ends = ends[: int(np.append(ends[:-1] != begins[1:], True).argmax()) + 1]\n",
+        new="",
+        tests=("models/test_gguf_texts.py::test_bounds_and_texts_are_those_of_one_after_the_other[0.5]",),
+    ),
+    Mutant(
+        name="texts-of-a-file-beyond-its-end",
+        file="weights/gguf_texts.py",
+        old="position + ends[ends <= len(data) - position]",
+        new="position + ends",
+        tests=("models/test_gguf_texts.py::test_bounds_and_texts_are_those_of_one_after_the_other[1.0]",),
+    ),
+    Mutant(
+        name="the-last-of-equal-tokens",
+        file="text/gguf_tokenizer.py",
+        old="in reversed([*enumerate(self.tokens)])",
+        new="in enumerate(self.tokens)",
+        tests=("text/test_gguf_tokenizer.py::test_the_first_of_equal_tokens_counts",),
+    ),
+    Mutant(
+        name="merges-of-the-worst-scores-first",
+        file="kernels/merges.py",
+        old="np.argsort(-np.array",
+        new="np.argsort(np.array",
+        tests=("kernels/test_merges.py::test_every_text_has_the_tokens_of_all_merges[1]",),
+    ),
+)
+
+MUTANTS = (*NAMES, *KERNELS, *ROPE, *EXPERTS, *ROWS, *CORES, *FAMILIES, *FLOATS_OF_8_BITS, *VOCABULARIES)

@@ -13,7 +13,9 @@ import torch
 from safetensors.torch import safe_open
 
 from quire import LLM, SamplingParams
+from quire.kernels.merges import scored_merges
 from quire.models.sources import open_weights
+from quire.text.score_merges import merges_of
 from quire.text.tokenizer import Tokenizer
 from quire.weights.gguf_blocks import BLOCKS
 from quire_bench.texts import mixed_lines
@@ -27,7 +29,7 @@ def test_ids_of_mixed_text(file: Path) -> None:
     """Those of tokenizer.json, except for runs of 32 spaces and more and a written ▁: there
     SentencePiece, as llama.cpp, takes the longest token of spaces first, and a ▁ for itself.
     """
-    found = Tokenizer.from_path(file)
+    found = Tokenizer.from_path(file, scored_merges())
     assert found is not None
     wanted = tokenizers.Tokenizer.from_file(str(file.with_suffix("") / "tokenizer.json"))
     # One of the normaliser's; byte-level tokenizers have none.
@@ -39,6 +41,18 @@ def test_ids_of_mixed_text(file: Path) -> None:
     ):
         assert mine.ids == theirs.ids, text
         assert found.decode(mine.ids) == wanted.decode(mine.ids), text
+
+
+def test_merges_that_texts_use_give_the_ids_of_all(file: Path) -> None:
+    """Of SentencePiece's vocabularies; byte-level ones have their merges in the file."""
+    used, every = Tokenizer.from_path(file, scored_merges()), Tokenizer.from_path(file, merges_of)
+    assert used is not None
+    assert every is not None
+    texts = [*mixed_lines(LINES), *(" " * count for count in range(1, 100))]
+    for text, mine, theirs in zip(
+        texts, used.backend.encode_batch_fast(texts), every.backend.encode_batch_fast(texts), strict=True
+    ):
+        assert mine.ids == theirs.ids, text
 
 
 def test_weights_in_bfloat16_are_those_of_the_directory(file: Path) -> None:

@@ -5,6 +5,7 @@ SentencePiece's against llama.cpp's algorithm written out, and what else the met
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,8 +19,10 @@ from tokenizers import Regex, pre_tokenizers
 
 from quire import LLM, SamplingParams
 from quire.base.errors import CheckpointError, Unsupported
+from quire.kernels.merges import scored_merges
 from quire.models.catalogue import resolve_model
 from quire.text.gguf_tokenizer import QWEN2, SPLITS
+from quire.text.score_merges import FindMerges, merges_of
 from quire.text.tokenizer import Tokenizer
 from quire.text.tokenizer_process import KNOWN
 
@@ -152,12 +155,13 @@ def spm_ids(text: str, tokens: Sequence[str], scores: Sequence[float], prefix: b
     return found
 
 
+@pytest.mark.parametrize("find_merges", [merges_of, scored_merges()])
 @pytest.mark.parametrize("prefix", [True, False])
-def test_sentencepiece_ids_are_those_of_its_algorithm(tmp_path: Path, prefix: bool) -> None:
+def test_sentencepiece_ids_are_those_of_its_algorithm(tmp_path: Path, prefix: bool, find_merges: FindMerges) -> None:
     tokens, scores, kinds = pieces()
     keys = {"model": "llama", "tokens": tokens, "scores": scores, "token_type": kinds, "add_space_prefix": prefix}
     ids = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0, "add_eos_token": True}
-    found = Tokenizer.from_path(tokenizer_file(tmp_path / "x.gguf", **keys, **ids))
+    found = Tokenizer.from_path(tokenizer_file(tmp_path / "x.gguf", **keys, **ids), find_merges)
     assert found is not None
     for line in lines(1000):
         plain = line.replace("<tool>", "").replace("<s>", "").replace("</s>", "")
@@ -171,6 +175,15 @@ def test_sentencepiece_ids_are_those_of_its_algorithm(tmp_path: Path, prefix: bo
     split = spm_ids("a", tokens, scores, prefix)
     assert found.encode("a<tool>a  a", add_special_tokens=False) == [*split, 3, *split, 4, *split]
     assert found.encode("a</s>a", add_special_tokens=False) == [*split, 2, *split]
+
+
+def test_the_first_of_equal_tokens_counts(tmp_path: Path) -> None:
+    tokens, scores, kinds = pieces()
+    tokens, scores, kinds = [*tokens, tokens[300]], [*scores, 1.0], [*kinds, NORMAL]
+    keys = {"model": "llama", "tokens": tokens, "scores": scores, "token_type": kinds, "add_space_prefix": False}
+    found = Tokenizer.from_path(tokenizer_file(tmp_path / "x.gguf", **keys))
+    assert found is not None
+    assert found.token_id(tokens[300]) == 300
 
 
 # -- what else the metadata say --------------------------------------------------------------------
@@ -211,6 +224,7 @@ def test_what_is_unknown_is_refused_by_name(tmp_path: Path) -> None:
         ({"merges": ["a xyzzy-is-none"]}, "its tokens and merges make no tokenizer"),
         ({"eos_token_id": 1 << 20}, "eos_token_id is 1048576; expected an id below"),
         ({"model": "llama"}, "scores is missing"),
+        ({"model": "llama", "scores": [math.nan] * len(bundled_keys()["tokens"])}, "one is NaN"),
     ):
         with pytest.raises(CheckpointError, match=message):
             Tokenizer.from_path(tokenizer_file(tmp_path / "d.gguf", **bundled_keys(**changes)))

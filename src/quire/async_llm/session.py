@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Any, Self, overload
+from typing import TYPE_CHECKING, Any, Self, overload
 
-from rich.console import RenderableType
 from torch import Tensor
 
 from quire.async_llm.background import Background, awaited, shared
@@ -22,6 +21,9 @@ from quire.sessions.chat_turns import ReadAnswer
 from quire.sessions.prompts import PromptsOrSessions
 from quire.sessions.session import Session
 from quire.sessions.stream import PreparedTurn
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 
 class AsyncSession(AbstractAsyncContextManager["AsyncSession"]):

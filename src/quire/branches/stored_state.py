@@ -273,7 +273,8 @@ class StoredState:
 
     def ask(self, branch: Branch) -> Question | None:
         """See ``Tier``."""
-        if not self._is_kept(branch) or len(branch.tokens) <= self.least or (branch.tokens.ids == UNKNOWN).any():
+        # In this order: a short prompt needs no layout, which the first access makes.
+        if len(branch.tokens) <= self.least or not self._is_kept(branch) or (branch.tokens.ids == UNKNOWN).any():
             return None
         assert self.store is not None
         chain = self.keys.chain_of(branch, len(branch.tokens))

@@ -2,5 +2,5 @@
 
 ``pair`` in one process; ``stream``, frames over a socket; ``greeting``, by which two ends prove
 that they know one secret; ``sealed``, encryption; ``ring``, shared memory beside a Unix socket;
-``urls``, where two ends meet.
+``place``, an address; ``urls``, where two ends meet.
 """

@@ -5,17 +5,15 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import os
-import re
 import socket
 import stat
-import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from quire.base.errors import InvalidArgument, QuireError, Unsupported
 from quire.channels.greeting import GREETING_SECONDS, Trust, greet
+from quire.channels.place import Place
 from quire.channels.ring import RingEnd
 from quire.channels.sealed import can_seal
 from quire.channels.socket_end import SocketEnd
@@ -23,32 +21,6 @@ from quire.channels.stream import StreamEnd
 
 MOST_CONNECTIONS = 256
 """Of a listener; further ones are closed."""
-_TCP = re.compile(r"tcp://(\[[0-9a-fA-F:.%]+\]|[^/:\s]+):(\d{1,5})")
-_SHM = re.compile(r"shm:(/\S+)")
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """An address, parsed."""
-
-    url: str
-    host: str = ""
-    port: int = 0
-    path: str = ""
-    """Of a Unix socket; empty: it is TCP."""
-
-    @classmethod
-    def of(cls, url: str) -> Place:
-        """Parse an address; ``InvalidArgument`` for another form."""
-        if (found := _TCP.fullmatch(url)) is not None and int(found[2]) < 1 << 16:
-            return cls(url, found[1].strip("[]"), int(found[2]))
-        if (found := _SHM.fullmatch(url)) is not None:
-            if not sys.platform.startswith("linux"):
-                raise Unsupported(f"{url}: shared memory without a name is Linux's; give tcp://HOST:PORT", field="peer")
-            return cls(url, path=found[1])
-        raise InvalidArgument(
-            field="peer", given=url, allowed="tcp://HOST:PORT, or shm:/PATH of a socket on this machine"
-        )
 
 
 def check_trust(place: Place, trust: Trust) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 from collections.abc import Callable, Coroutine, Mapping
@@ -239,6 +238,8 @@ def _within(
 
 
 def _run(store: str | None, state_dir: Path | None, function: Callable[[StoreTier], Coroutine[Any, Any, R]]) -> R:
+    import asyncio
+
     return asyncio.run(_closing(_tier(store, state_dir), function))
 
 
@@ -283,6 +284,8 @@ def _transfer(name: str, space: str, force: bool, source: StoreTier, target: Sto
         finally:
             await source.close()
             await target.close()
+
+    import asyncio
 
     found = asyncio.run(run())
     lost = f"; {found.missing} are lost and will be computed again" if found.missing else ""

@@ -22,7 +22,6 @@ from weakref import ref
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.console import RenderableType
 from torch import Tensor
 
 from quire.base.config import check_int
@@ -49,6 +48,8 @@ from quire.store.commits import SessionCommit
 from quire.text.token_ids import is_integer
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from quire.executor.cache import KVCache
     from quire_inspector.drawing.branch_tree import BranchTree
     from quire_inspector.drawing.heat import Heat

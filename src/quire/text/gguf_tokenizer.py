@@ -7,16 +7,19 @@ neighbours whose union has the best score. Others are refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
+from quire.base.collector import paused_collector
 from quire.base.errors import CheckpointError, Unsupported
+from quire.text.score_merges import FindMerges, merges_of
 from quire.weights.gguf_container import GgufFile, opened
 from quire.weights.gguf_paths import part_files
 
@@ -142,13 +145,18 @@ class _Vocabulary:
     def __post_init__(self) -> None:
         if len(self.types) not in (0, len(self.tokens)):
             raise self.file.error("tokenizer.ggml.token_type", f"a type for each of {len(self.tokens)} tokens")
-        ids: dict[str, int] = {}
-        for number, token in enumerate(self.tokens):
-            ids.setdefault(token, number)
+        ids = dict(zip(self.tokens, range(len(self.tokens)), strict=True))
+        if len(ids) < len(self.tokens):  # the first of equal ones counts
+            ids = {token: number for number, token in reversed([*enumerate(self.tokens)])}
         object.__setattr__(self, "ids", ids)
 
-    def of(self, *types: int) -> Iterator[str]:
-        return (token for token, kind in zip(self.tokens, self.types, strict=False) if kind in types)
+    def numbers(self, *types: int, others: bool = False) -> list[int]:
+        """Return the numbers of the tokens of these types, or of all ``others``."""
+        found: list[int] = np.flatnonzero(np.isin(np.array(self.types), types, invert=others)).tolist()
+        return found
+
+    def of(self, *types: int) -> list[str]:
+        return [self.tokens[number] for number in self.numbers(*types)]
 
     def special(self, name: str) -> int | None:
         """Return the id of ``tokenizer.ggml.NAME_token_id``; None without it."""
@@ -161,7 +169,7 @@ class _Vocabulary:
         return found
 
 
-def read_gguf_tokenizer(path: Path) -> GgufTokenizer | None:
+def read_gguf_tokenizer(path: Path, find_merges: FindMerges = merges_of) -> GgufTokenizer | None:
     """Return the tokenizer of a GGUF file, of a split one its first part; None: the file has none.
     ``Unsupported`` for another kind or rule, by name, ``CheckpointError`` for damaged arrays."""
     file = opened(part_files(path)[0])
@@ -177,10 +185,11 @@ def read_gguf_tokenizer(path: Path) -> GgufTokenizer | None:
         raise file.error("tokenizer.ggml.tokens", "an array of texts")
     vocabulary = _Vocabulary(file, tokens, file.numbers("tokenizer.ggml.token_type"))
     try:
-        backend = _byte_level(vocabulary) if kind == "gpt2" else _sentencepiece(vocabulary)
+        with paused_collector():
+            backend = _byte_level(vocabulary) if kind == "gpt2" else _sentencepiece(vocabulary, find_merges)
         _add_tokens(backend, vocabulary)
         _frame(backend, vocabulary, begins=kind == "llama" or (kind == "gpt2" and _split_of(file).begins))
-    except (Unsupported, CheckpointError):
+    except (Unsupported, CheckpointError, MemoryError):
         raise
     except Exception as error:  # the library raises bare Exception
         raise CheckpointError(f"{path}: its tokens and merges make no tokenizer: {error}") from error
@@ -210,9 +219,12 @@ def _split_of(file: GgufFile) -> Split:
 def _byte_level(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
     file, split = vocabulary.file, _split_of(vocabulary.file)
     texts = file.texts("tokenizer.ggml.merges")
-    merges: list[Any] = [tuple(merge.split(" ", 1)) for merge in texts]
-    if (wrong := next((text for text, parts in zip(texts, merges, strict=True) if len(parts) < 2), None)) is not None:
+    if (wrong := next((text for text in texts if " " not in text), None)) is not None:
         raise CheckpointError(f"{file.path}: {wrong!r} in tokenizer.ggml.merges; expected two tokens and a space")
+    halves = " ".join(texts).split(" ")
+    merges: list[Any] = list(zip(halves[::2], halves[1::2], strict=False))
+    if len(halves) != 2 * len(texts):  # one has several spaces
+        merges = [tuple(text.split(" ", 1)) for text in texts]
     backend = tokenizers.Tokenizer(models.BPE(dict(vocabulary.ids), merges, ignore_merges=split.whole))
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -224,18 +236,21 @@ def _byte_level(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
     return backend
 
 
-def _sentencepiece(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
+def _sentencepiece(vocabulary: _Vocabulary, find_merges: FindMerges) -> tokenizers.Tokenizer:
     file = vocabulary.file
     scores = file.numbers("tokenizer.ggml.scores")
     if len(scores) != len(vocabulary.tokens) or not vocabulary.types:
         raise file.error(
             "tokenizer.ggml.scores", f"a score for each of {len(vocabulary.tokens)} tokens, and their types"
         )
+    if any(map(math.isnan, scores)):
+        raise file.error("tokenizer.ggml.scores", "scores that are numbers; one is NaN")
+    joined = vocabulary.numbers(CONTROL, USER_DEFINED, UNUSED, BYTE, others=True)
     unknown = vocabulary.special("unknown")
     backend = tokenizers.Tokenizer(
         models.BPE(
             dict(vocabulary.ids),
-            _merges(vocabulary, scores),
+            find_merges(vocabulary.tokens, scores, joined),
             unk_token=None if unknown is None else vocabulary.tokens[unknown],
             fuse_unk=True,
             byte_fallback=True,
@@ -246,19 +261,6 @@ def _sentencepiece(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
     steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefixed else steps)
     return backend
-
-
-def _merges(vocabulary: _Vocabulary, scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Return all pairs of tokens whose union is a text token, the best score of a union first."""
-    ids, found = vocabulary.ids, []
-    for token, kind, score in zip(vocabulary.tokens, vocabulary.types, scores, strict=True):
-        if len(token) > 1 and kind not in (CONTROL, USER_DEFINED, UNUSED, BYTE):
-            for middle in range(1, len(token)):
-                left, right = token[:middle], token[middle:]
-                if left in ids and right in ids:
-                    found.append((-score, left, right))
-    found.sort(key=itemgetter(0))
-    return [(left, right) for _, left, right in found]
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, vocabulary: _Vocabulary) -> None:

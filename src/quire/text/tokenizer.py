@@ -30,6 +30,7 @@ from quire.text.control_tokens import control_tokens, finder
 from quire.text.decoder_stream import REPLACEMENT
 from quire.text.gguf_tokenizer import read_gguf_tokenizer
 from quire.text.inner_text import for_inner_text
+from quire.text.score_merges import FindMerges, merges_of
 from quire.text.token_bounds import longest_token
 from quire.text.token_bytes import TokenBytes, join_pieces
 from quire.text.tokenizer_process import TextEncoder, check_decoder
@@ -99,12 +100,12 @@ class Tokenizer:
         self.eos_ids = tuple(dict.fromkeys([*([] if named_eos is None else [named_eos]), *eos_ids]))
 
     @classmethod
-    def from_path(cls, path: Path) -> Tokenizer | None:
+    def from_path(cls, path: Path, find_merges: FindMerges = merges_of) -> Tokenizer | None:
         """Return the tokenizer of a checkpoint's directory or of a GGUF file; see
         ``from_directory`` and ``read_gguf_tokenizer``."""
         if not is_gguf(path):
             return cls.from_directory(path)
-        found = read_gguf_tokenizer(path)
+        found = read_gguf_tokenizer(path, find_merges)
         if found is None:
             return None
         return cls(

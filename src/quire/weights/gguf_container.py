@@ -12,15 +12,18 @@ import mmap
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quire.base.errors import CheckpointError
 from quire.weights.gguf_blocks import TYPE_NAMES, bytes_of_row
 from quire.weights.gguf_paths import MAGIC, part_files
+from quire.weights.gguf_texts import split_texts, text_bounds
 
 VERSIONS = (2, 3)
 ALIGNMENT = 32
@@ -77,6 +80,8 @@ class _Array:
     type: int
     count: int
     start: int
+    bounds: NDArray[np.int64] | None = None
+    """Of texts: their places, and the end of the last one."""
 
 
 @dataclass(slots=True)
@@ -136,6 +141,7 @@ class GgufFile:
                 self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:  # An empty file cannot be mapped.
             raise CheckpointError(f"{path} cannot be read as GGUF: {error}") from error
+        self._bytes = np.frombuffer(self.data, np.uint8)
         cursor = _Cursor(path, self.data)
         self._check_magic(cursor)
         tensors = cursor.count(MAX_TENSORS, "the number of tensors")
@@ -199,16 +205,15 @@ class GgufFile:
             return []
         if array.type != _TEXT:
             raise self.error(key, "an array of texts")
-        cursor = _Cursor(self.path, self.data, array.start)
-        unpack, data, start, found = struct.Struct("<Q").unpack_from, self.data, array.start, []
-        try:
-            for _ in range(array.count):  # Lengths were checked when the file was opened.
-                stop = start + 8 + unpack(data, start)[0]
-                found.append(data[start + 8 : stop].decode())
-                start = stop
-        except UnicodeDecodeError as error:
-            raise cursor.error(f"{key}[{len(found)}] at byte {start + 8} is not UTF-8: {error.reason}") from error
-        return found
+        assert array.bounds is not None
+        texts = split_texts(self._bytes, array.bounds)
+        if texts is None:
+            cursor, bounds = _Cursor(self.path, self.data), array.bounds.tolist()
+            texts = [
+                cursor.decoded(start + 8, stop - start - 8, f"{key}[{item}]")
+                for item, (start, stop) in enumerate(pairwise(bounds))
+            ]
+        return texts
 
     def numbers(self, key: str) -> list[Any]:
         """Return an array of numbers or flags; empty without the key."""
@@ -257,27 +262,22 @@ class GgufFile:
     def _read_array(self, cursor: _Cursor, key: str) -> _Array:
         kind = cursor.number("I", f"the type of the items of {key}")
         count = cursor.count(MAX_ITEMS, f"the number of items of {key}")
-        array = _Array(kind, count, cursor.position)
+        start = cursor.position
         if kind == _TEXT:
-            self._skip_texts(cursor, key, count)
-        elif kind in _SCALARS:
-            cursor.skip(count * struct.calcsize(_SCALARS[kind]), key)
-        else:
+            return _Array(kind, count, start, self._skip_texts(cursor, key, count))
+        if kind not in _SCALARS:
             raise cursor.error(f"{key} is an array of type {kind}; arrays of numbers, flags and texts are read")
-        return array
+        cursor.skip(count * struct.calcsize(_SCALARS[kind]), key)
+        return _Array(kind, count, start)
 
-    def _skip_texts(self, cursor: _Cursor, key: str, count: int) -> None:
-        unpack, data, position, end = struct.Struct("<Q").unpack_from, cursor.data, cursor.position, len(cursor.data)
-        for item in range(count):
-            size = unpack(data, position)[0] if position + 8 <= end else 8
-            if size > MAX_ITEM:
-                raise cursor.error(
-                    f"{key}[{item}] has {size} bytes; expected at most {MAX_ITEM}, so the file is damaged"
-                )
-            position += 8 + size
-            if position > end:
-                cursor.skip(position - cursor.position, f"{key}[{item}]")
-        cursor.position = position
+    def _skip_texts(self, cursor: _Cursor, key: str, count: int) -> NDArray[np.int64]:
+        """Return the bounds of texts, and stand behind them."""
+        bounds = text_bounds(self._bytes, cursor.position, count, MAX_ITEM)
+        cursor.position, item = int(bounds[-1]), len(bounds) - 1
+        if item < count:
+            what = f"{key}[{item}]"
+            cursor.skip(cursor.count(MAX_ITEM, f"the length of {what}"), what)
+        return bounds
 
     def _read_tensors(self, cursor: _Cursor, count: int) -> dict[str, GgufTensor]:
         alignment = self.whole("general.alignment", ALIGNMENT, least=1)

@@ -17,8 +17,9 @@ from quire.async_llm import AsyncLLM
 from quire.async_llm.stepper import Call
 from quire.base.errors import DataLoss, QuireError
 from quire.channels.greeting import Trust
+from quire.channels.place import Place
 from quire.channels.socket_end import SocketEnd
-from quire.channels.urls import Place, check_trust, connect
+from quire.channels.urls import check_trust, connect
 from quire.engine.handover import IncomingPrompt, IncomingPrompts
 from quire.server.handover.prompts import AskedPrompt, asked_key
 from quire.server.http import logs

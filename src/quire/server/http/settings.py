@@ -14,7 +14,7 @@ from pathlib import Path
 from quire.base.config import check_int, check_real, option, parse_bytes
 from quire.base.errors import InvalidArgument
 from quire.base.signatures import require_bool
-from quire.channels.urls import Place
+from quire.channels.place import Place
 from quire.server.tools import harmony, tools
 
 PARSERS = (*tools.NAMES, *harmony.NAMES)
