@@ -11,6 +11,20 @@ MUTANTS = (
         tests=("kernels/test_native_experts.py::test_an_adapter_of_the_shared_expert_counts",),
     ),
     Mutant(
+        name="a-block-in-one-call-forgets-adapters-of-the-shared-expert",
+        file="models/blocks.py",
+        old="(out, *(() if mlp.shared is None else mlp.shared.maps))",
+        new="(out,)",
+        tests=("runner/test_joined_hybrids.py::test_an_adapter_of_the_shared_expert_leaves_the_calls",),
+    ),
+    Mutant(
+        name="a-block-takes-experts-of-another-type",
+        file="kernels/block.py",
+        old="if (mixture.dtype, mixture.width) != (out.dtype, out.weights.outputs):\n            return None\n",
+        new="",
+        tests=("kernels/test_expert_blocks.py::test_parts_that_do_not_fit_are_not_joined",),
+    ),
+    Mutant(
         name="a-token-alone-adds-its-experts-backwards",
         file="nn/experts.py",
         old="in enumerate(experts_TK[0].tolist()):",
