@@ -224,6 +224,13 @@ def test_parts_that_do_not_fit_are_not_joined() -> None:
     assert mixed(half.begin, block.project, block.rates, block.mixer, tail) is None
     assert mixed(wide.begin, wide.project, block.rates, wide.mixer, wide.tail()) is None
     assert mixed(wide.begin, wide.project, None, wide.mixer, wide.tail()) is not None
+    gated = Gated(parts, gated=True, by_head=True)
+    whole, end = parts.blocks.whole, gated.tail()
+    assert whole(gated.begin, gated.qkv, end, gates=gated.gates) is not None
+    assert whole(gated.begin, gated.qkv, end, gates=gated.gates, gated=True) is None
+    assert whole(gated.begin, gated.qkv, end, gates=parts.map(HEADS + 2, WIDTH)) is None
+    assert whole(gated.begin, gated.qkv, end, gates=parts.map(HEADS, WIDTH + 8)) is None
+    assert whole(gated.begin, gated.qkv, end, gates=Gated(other, gated=False, by_head=True).gates) is None
     square = parts.map(block.layer.columns, 2 * WIDTH)
     assert mixed(block.begin, square, block.rates, block.mixer, tail) is None
 
@@ -240,20 +247,21 @@ SPEC = FullAttention(
 class Gated(Ended):
     """A block with attention, over a state of its own; perhaps each query head has a gate."""
 
-    def __init__(self, parts: Parts, gated: bool, shape: Shape | None = None) -> None:
+    def __init__(self, parts: Parts, gated: bool, shape: Shape | None = None, *, by_head: bool = False) -> None:
+        """``gated``: gates of the size of a head. ``by_head``: one number for each head."""
         super().__init__(parts, HEADS * HEAD, shape)
-        self.gated = gated
+        self.gated, self.gates = gated, parts.map(HEADS, WIDTH) if by_head else None
         self.qkv = parts.map((HEADS * (1 + gated) + 2 * KV_HEADS) * HEAD, WIDTH)
         self.norms = HeadNormWeights(parts.drawn(HEAD), parts.drawn(HEAD), EPS)
 
     def call(self) -> NativeBlock:
-        found = self.parts.blocks.whole(self.begin, self.qkv, self.tail(), gated=self.gated)
+        found = self.parts.blocks.whole(self.begin, self.qkv, self.tail(), gated=self.gated, gates=self.gates)
         assert found is not None
         return found
 
     def one_by_one(self, x_TE: Tensor, state: State) -> Tensor:
         qkv_TC = self.qkv(self.normed(x_TE))
-        gate_THD = None
+        gate_THD = None if self.gates is None else self.gates(self.normed(x_TE))[:, :, None]
         if self.gated:
             q_TC, kv_TC = qkv_TC.split([2 * HEADS * HEAD, 2 * KV_HEADS * HEAD], 1)
             q_THD, gate_THD = q_TC.view(-1, HEADS, 2 * HEAD).chunk(2, -1)
@@ -273,9 +281,9 @@ def state_of(dtype: torch.dtype) -> State:
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form[0]}-{form[1]}")
-@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
-def test_attention_with_gates(gated: bool, form: tuple[torch.dtype, WeightForm]) -> None:
-    block = Gated(Parts(form, seed=3), gated)
+@pytest.mark.parametrize("gates", ["plain", "gated", "by head"])
+def test_attention_with_gates(gates: str, form: tuple[torch.dtype, WeightForm]) -> None:
+    block = Gated(Parts(form, seed=3), gates == "gated", by_head=gates == "by head")
     call, states = block.call(), [state_of(block.parts.dtype) for _ in range(2)]
     for counts in ((5, 1, 30), (1, 1, 1), (1, 7, 1), (1, 1, 1)):
         x_TE = block.parts.drawn(sum(counts), WIDTH)

@@ -25,7 +25,7 @@ from quire.runner.local import LocalRunner
 
 HYBRIDS = (
     *("bamba", "bamba-biases", "bamba-clamped", "lfm2", "lfm2-biases-untied", "qwen3.5", "granite-4-dense"),
-    *("granite-4", "lfm2-moe", "qwen3-next", "qwen3.5-moe"),
+    *("granite-4", "lfm2-moe", "qwen3-next", "qwen3.5-moe", "lfm3"),
 )
 MIXTURES = ("mixtral", "qwen2-moe", "qwen2-moe-some", "qwen3-moe-dense-ends", "gpt-oss-clamped")
 FAMILIES = (*HYBRIDS, *MIXTURES)
@@ -179,7 +179,7 @@ def test_each_block_by_itself(name: str, tmp_path: Path, calls: list[str]) -> No
     assert len(calls) == 5 * len(twins.models[0].blocks)
 
 
-@pytest.mark.parametrize("name", ["mamba2", "falcon-h1", "lfm3", "nemotron-h", "bamba-biases", "mixtral"])
+@pytest.mark.parametrize("name", ["mamba2", "falcon-h1", "nemotron-h", "bamba-biases", "mixtral"])
 def test_what_is_not_joined_runs_its_parts(name: str, tmp_path: Path, calls: list[str]) -> None:
     """Prompts of more rows than a call takes, and models with other blocks."""
     twins = Twins(name, "float32", tmp_path)

@@ -182,11 +182,18 @@ class BlockKernel(Protocol):
         """Return the end of a block with experts in place of the MLP as one call."""
 
     def whole(
-        self, norm: NormWeight | None, qkv: LinearMap, tail: BlockTail, *, gated: bool = False
+        self,
+        norm: NormWeight | None,
+        qkv: LinearMap,
+        tail: BlockTail,
+        *,
+        gated: bool = False,
+        gates: LinearMap | None = None,
     ) -> WholeBlock | None:
         """Return a block with attention and this end as one call. ``norm``: before attention, None:
         none. ``gated``: each query head of ``qkv`` is followed by a gate of its size, for
-        ``RowKernels.gate_heads``."""
+        ``RowKernels.gate_heads``. ``gates``: the map to one gate for each query head; not with
+        ``gated``."""
 
     def mixed(
         self, norm: NormWeight, project: LinearMap, rates: LinearMap | None, mixer: MixerCall, tail: BlockTail

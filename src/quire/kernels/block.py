@@ -128,10 +128,20 @@ class NativeBlocks:
         return native
 
     def whole(
-        self, norm: NormWeight | None, qkv: LinearMap, tail: BlockTail, *, gated: bool = False
+        self,
+        norm: NormWeight | None,
+        qkv: LinearMap,
+        tail: BlockTail,
+        *,
+        gated: bool = False,
+        gates: LinearMap | None = None,
     ) -> NativeBlock | None:
         """See the contract."""
-        return self._begun(norm, (qkv,), tail, None, gated=gated)
+        if gates is None:
+            return self._begun(norm, (qkv,), tail, None, gated=gated)
+        # Heads of equal size, of which each has a gate.
+        fits = not gated and isinstance(tail, NativeTail) and tail.columns % gates.weights.outputs == 0
+        return self._begun(norm, (qkv, gates), tail, None) if fits else None
 
     def mixed(
         self, norm: NormWeight, project: LinearMap, rates: LinearMap | None, mixer: MixerCall, tail: BlockTail

@@ -281,7 +281,7 @@ def _weight_of(norm: Norm | None) -> NormWeight | None:
 def _first_maps(attention: HeadedMixer) -> tuple[Linear, ...]:
     """Return the maps of a block's normed input that a call over the whole block includes."""
     if isinstance(attention, Attention):
-        return (attention.qkv,) if attention.is_whole else ()
+        return attention.projections if attention.is_whole else ()
     return attention.projections if isinstance(attention, RecurrentMixer) and attention.call is not None else ()
 
 
@@ -297,7 +297,8 @@ def _whole(block: SerialBlock, attention: HeadedMixer, tail: BlockTail, kernel: 
         heads = attention.head_norms or ()
         if not all({one.dtype} == kinds and one.is_contiguous() for one in heads[:2]):
             return None
-        return kernel.whole(norm, maps[0], tail, gated=isinstance(attention, GatedAttention))
+        gates = maps[1] if len(maps) > 1 else None
+        return kernel.whole(norm, maps[0], tail, gated=isinstance(attention, GatedAttention), gates=gates)
     if norm is None:
         return None
     assert isinstance(attention, RecurrentMixer)
