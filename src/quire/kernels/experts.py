@@ -40,7 +40,7 @@ ROUTED = 16
 MAX_PAIRS = 1 << 15
 """Number of pairs that run at a time. This bounds the copies of activations, and each expert still
 has enough rows per read of its weights."""
-GATE_NUMBERS: Mapping[GateKind, int] = {**ACTIVATION_NUMBERS, "clamped": 3, "squared": 4}
+GATE_NUMBERS: Mapping[GateKind, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "clamped": 3, "squared": 4}
 
 
 class _Routing(ctypes.Structure):

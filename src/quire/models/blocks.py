@@ -256,9 +256,10 @@ def _end(
 ) -> tuple[BlockTail, tuple[Linear, ...]] | None:
     """Return a block's end as one call, and the maps in it that an adapter may change; None for
     unsupported parts."""
-    tail, maps = None, (out,)
     if not isinstance(out, KernelLinear):
         return None
+    tail: BlockTail | None = None
+    maps: tuple[Linear, ...] = ()
     if isinstance(mlp, GatedMLP):
         maps = (out, mlp.gate_up, mlp.down)
         if (found := kernel_maps(maps)) is not None:
