@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 import torch
 from tests.kernels.native_forms import FORMS, three_threads  # noqa: F401
+from tests.kernels.test_native_experts import Layer as Experts
+from tests.kernels.test_native_experts import Shape
 from tests.kernels.test_native_mixers import LAYERS as EVERY_LAYER
 from tests.kernels.test_native_mixers import PLANS, Inputs, Layer, chains, drawn_inputs, trees
 from torch import Tensor
@@ -26,6 +28,7 @@ from quire.contracts.recurrence import RecurrencePlan, StackPools, StackStates
 from quire.contracts.rows import HeadNormWeights
 from quire.kernels.attention.cpu_attention import NativeAttention
 from quire.kernels.block import MOST_ROWS, NativeBlock, NativeBlocks, NativeStack, NativeTail
+from quire.kernels.experts import NativeMixture
 from quire.kernels.linear.cpu_linear import EMULATED, NativeLinear, NativeMap
 from quire.kernels.native_library import native_library, native_problem
 from quire.kernels.recurrence.cpu_recurrence import NativeMixers, native_mixers
@@ -40,6 +43,12 @@ LAYERS = {
     name: replace(layer, conv_channels=layer.conv_channels // 8 * 8)
     for name, layer in EVERY_LAYER.items()
 }
+SHAPES = (
+    Shape(width=WIDTH),
+    Shape(experts=40, choices=5, width=WIDTH, inner=72, shared=48),
+    Shape(experts=3, choices=3, width=WIDTH, inner=8, shared=16, is_weighed=False),
+)
+"""Of experts."""
 
 
 def row_kernels() -> NativeRows:
@@ -77,11 +86,19 @@ class Parts:
         return NormWeight(self.drawn(WIDTH), EPS)
 
 
-class Ended:
-    """A block from its heads on."""
+def mixture_of(layer: Experts) -> NativeMixture:
+    found = layer.call.call
+    assert isinstance(found, NativeMixture)
+    return found
 
-    def __init__(self, parts: Parts, columns: int) -> None:
+
+class Ended:
+    """A block from its heads on, with a gated MLP or with experts."""
+
+    def __init__(self, parts: Parts, columns: int, shape: Shape | None = None) -> None:
+        """``shape``: of the experts; None: there are none."""
         self.parts, self.begin, self.norm = parts, parts.norm(), parts.norm()
+        self.experts = None if shape is None else Experts(shape, (parts.dtype, parts.form))
         self.out, self.gate_up, self.down = (
             parts.map(WIDTH, columns, bias=True),
             parts.map(2 * INNER, WIDTH),
@@ -89,7 +106,11 @@ class Ended:
         )
 
     def tail(self) -> NativeTail:
-        found = self.parts.blocks.tail(self.out, Residuals(self.norm), self.gate_up, self.down, "silu")
+        blocks, sums = self.parts.blocks, Residuals(self.norm)
+        if self.experts is None:
+            found = blocks.tail(self.out, sums, self.gate_up, self.down, "silu")
+        else:
+            found = blocks.experts_tail(self.out, sums, mixture_of(self.experts))
         assert found is not None
         return found
 
@@ -99,14 +120,16 @@ class Ended:
     def end(self, heads_TC: Tensor, x_TE: Tensor) -> Tensor:
         h_TE, rows = self.out(heads_TC), self.parts.rows
         n_TE = rows.add_rms_norm(h_TE, x_TE, self.norm.weight_E, EPS)
+        if self.experts is not None:
+            return self.experts.call(n_TE).add_(h_TE)
         return self.down(rows.gated(self.gate_up(n_TE), "silu")).add_(h_TE)
 
 
 class Mixed(Ended):
     """A block with a recurrent layer."""
 
-    def __init__(self, parts: Parts, layer: Layer) -> None:
-        super().__init__(parts, layer.width)
+    def __init__(self, parts: Parts, layer: Layer, shape: Shape | None = None) -> None:
+        super().__init__(parts, layer.width, shape)
         self.layer = replace(layer, dtype=parts.dtype).drawn()
         self.mixer = self.layer.call(mixers())
         self.project = parts.map(layer.columns, WIDTH, bias=True)
@@ -201,6 +224,13 @@ def test_parts_that_do_not_fit_are_not_joined() -> None:
     assert mixed(half.begin, block.project, block.rates, block.mixer, tail) is None
     assert mixed(wide.begin, wide.project, block.rates, wide.mixer, wide.tail()) is None
     assert mixed(wide.begin, wide.project, None, wide.mixer, wide.tail()) is not None
+    gated = Gated(parts, gated=True, by_head=True)
+    whole, end = parts.blocks.whole, gated.tail()
+    assert whole(gated.begin, gated.qkv, end, gates=gated.gates) is not None
+    assert whole(gated.begin, gated.qkv, end, gates=gated.gates, gated=True) is None
+    assert whole(gated.begin, gated.qkv, end, gates=parts.map(HEADS + 2, WIDTH)) is None
+    assert whole(gated.begin, gated.qkv, end, gates=parts.map(HEADS, WIDTH + 8)) is None
+    assert whole(gated.begin, gated.qkv, end, gates=Gated(other, gated=False, by_head=True).gates) is None
     square = parts.map(block.layer.columns, 2 * WIDTH)
     assert mixed(block.begin, square, block.rates, block.mixer, tail) is None
 
@@ -217,20 +247,21 @@ SPEC = FullAttention(
 class Gated(Ended):
     """A block with attention, over a state of its own; perhaps each query head has a gate."""
 
-    def __init__(self, parts: Parts, gated: bool) -> None:
-        super().__init__(parts, HEADS * HEAD)
-        self.gated = gated
+    def __init__(self, parts: Parts, gated: bool, shape: Shape | None = None, *, by_head: bool = False) -> None:
+        """``gated``: gates of the size of a head. ``by_head``: one number for each head."""
+        super().__init__(parts, HEADS * HEAD, shape)
+        self.gated, self.gates = gated, parts.map(HEADS, WIDTH) if by_head else None
         self.qkv = parts.map((HEADS * (1 + gated) + 2 * KV_HEADS) * HEAD, WIDTH)
         self.norms = HeadNormWeights(parts.drawn(HEAD), parts.drawn(HEAD), EPS)
 
     def call(self) -> NativeBlock:
-        found = self.parts.blocks.whole(self.begin, self.qkv, self.tail(), gated=self.gated)
+        found = self.parts.blocks.whole(self.begin, self.qkv, self.tail(), gated=self.gated, gates=self.gates)
         assert found is not None
         return found
 
     def one_by_one(self, x_TE: Tensor, state: State) -> Tensor:
         qkv_TC = self.qkv(self.normed(x_TE))
-        gate_THD = None
+        gate_THD = None if self.gates is None else self.gates(self.normed(x_TE))[:, :, None]
         if self.gated:
             q_TC, kv_TC = qkv_TC.split([2 * HEADS * HEAD, 2 * KV_HEADS * HEAD], 1)
             q_THD, gate_THD = q_TC.view(-1, HEADS, 2 * HEAD).chunk(2, -1)
@@ -250,9 +281,9 @@ def state_of(dtype: torch.dtype) -> State:
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form[0]}-{form[1]}")
-@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
-def test_attention_with_gates(gated: bool, form: tuple[torch.dtype, WeightForm]) -> None:
-    block = Gated(Parts(form, seed=3), gated)
+@pytest.mark.parametrize("gates", ["plain", "gated", "by head"])
+def test_attention_with_gates(gates: str, form: tuple[torch.dtype, WeightForm]) -> None:
+    block = Gated(Parts(form, seed=3), gates == "gated", by_head=gates == "by head")
     call, states = block.call(), [state_of(block.parts.dtype) for _ in range(2)]
     for counts in ((5, 1, 30), (1, 1, 1), (1, 7, 1), (1, 1, 1)):
         x_TE = block.parts.drawn(sum(counts), WIDTH)
@@ -273,11 +304,12 @@ def test_attention_with_gates(gated: bool, form: tuple[torch.dtype, WeightForm])
 class Mixture:
     """Blocks of all kinds one behind the other, with a table of tokens and a head."""
 
-    def __init__(self, form: tuple[torch.dtype, WeightForm]) -> None:
+    def __init__(self, form: tuple[torch.dtype, WeightForm], *, experts: bool = False) -> None:
+        """``experts``: some blocks have them in place of an MLP."""
         self.parts = Parts(form, seed=7)
-        names = ("delta rule", "SSD in groups", "convolution")
-        self.mixed = [Mixed(self.parts, LAYERS[name]) for name in names]
-        self.attention = Gated(self.parts, gated=True)
+        names = {"delta rule": SHAPES[1], "SSD in groups": None, "convolution": SHAPES[0]}
+        self.mixed = [Mixed(self.parts, LAYERS[name], shape if experts else None) for name, shape in names.items()]
+        self.attention = Gated(self.parts, gated=True, shape=SHAPES[2] if experts else None)
         self.blocks: list[Mixed | Gated] = [self.mixed[0], self.mixed[1], self.attention, self.mixed[2]]
         self.norm, self.head = self.parts.norm(), self.parts.map(70, WIDTH)
         self.table_VE = self.parts.drawn(70, WIDTH)
@@ -308,10 +340,11 @@ class Mixture:
         return x_TE
 
 
+@pytest.mark.parametrize("experts", [False, True], ids=["gated MLPs", "experts"])
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form[0]}-{form[1]}")
-def test_stacks_and_models(form: tuple[torch.dtype, WeightForm]) -> None:
+def test_stacks_and_models(form: tuple[torch.dtype, WeightForm], experts: bool) -> None:
     """Each forward over pools of its own, as different states have them; with equal slots."""
-    model = Mixture(form)
+    model = Mixture(form, experts=experts)
     stack = model.stack()
     for counts in ((1, 1, 1), (4, 9, 1), (1, 1, 1)):
         plan = chains(list(counts))

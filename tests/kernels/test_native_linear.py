@@ -153,11 +153,13 @@ def test_products(form: WeightForm, dtype: torch.dtype, level: int, outputs: int
 
 @pytest.mark.turns(2)
 @pytest.mark.parametrize(("form", "dtype", "level"), CASES)
-def test_rows_do_not_know_their_batch(form: WeightForm, dtype: torch.dtype, level: int) -> None:
+@pytest.mark.parametrize("inputs", [640, 1032])
+def test_rows_do_not_know_their_batch(form: WeightForm, dtype: torch.dtype, level: int, inputs: int) -> None:
+    """Also of several blocks of inputs."""
     torch.manual_seed(2)
-    weight = torch.randn(72, 640).to(dtype)
+    weight = torch.randn(72, inputs).to(dtype)
     one = kernel(level).pack(weight, None, form)
-    x = torch.randn(150, 640).to(dtype)
+    x = torch.randn(150, inputs).to(dtype)
     alone = torch.cat([one(row.unsqueeze(0)) for row in x])
     for rows in (2, 5, 6, 7, 12, 13, 30, 150):
         assert torch.equal(one(x[:rows]), alone[:rows])

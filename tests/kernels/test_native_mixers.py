@@ -142,6 +142,10 @@ LAYERS = {
     "delta rule": Layer(kind="delta", sizes=StateSizes(4, 2, 32, 128)),
     "delta rule of odd sizes": Layer(kind="delta", sizes=StateSizes(3, 1, 17, 24), taps=3),
     "delta rule of small heads": Layer(kind="delta", sizes=StateSizes(2, 2, 8, 8), taps=2),
+    # Decodes of several write such states past the caches, if columns are whole lines.
+    "delta rule of large states": Layer(kind="delta", sizes=StateSizes(2, 1, 128, 176)),
+    "SSD of large states": Layer(kind="ssd", sizes=StateSizes(8, 1, 64, 56)),
+    "SSD of large states in lines": Layer(kind="ssd", sizes=StateSizes(8, 1, 64, 48)),
     "SSD": Layer(kind="ssd", sizes=StateSizes(4, 1, 32, 64), bias=True, norm="before"),
     "SSD in groups": Layer(kind="ssd", sizes=StateSizes(6, 3, 16, 20), norm="before", norm_parts=3),
     "SSD without a norm": Layer(kind="ssd", sizes=StateSizes(2, 1, 24, 48), norm="none", bias=True),

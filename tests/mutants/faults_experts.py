@@ -1,4 +1,4 @@
-"""Faults of calls over mixtures of experts."""
+"""Faults of calls over mixtures of experts, and over whole blocks."""
 
 from tests.mutants.harness import Mutant
 
@@ -9,6 +9,34 @@ MUTANTS = (
         old=" and (self.shared is None or self.shared.is_plain):\n",
         new=":\n",
         tests=("kernels/test_native_experts.py::test_an_adapter_of_the_shared_expert_counts",),
+    ),
+    Mutant(
+        name="a-block-in-one-call-forgets-adapters-of-the-shared-expert",
+        file="models/blocks.py",
+        old="(out, *(() if mlp.shared is None else mlp.shared.maps))",
+        new="(out,)",
+        tests=("runner/test_joined_hybrids.py::test_an_adapter_of_the_shared_expert_leaves_the_calls",),
+    ),
+    Mutant(
+        name="a-block-takes-experts-of-another-type",
+        file="kernels/block.py",
+        old="if (mixture.dtype, mixture.width) != (out.dtype, out.weights.outputs):",
+        new="if False:",
+        tests=("kernels/test_expert_blocks.py::test_parts_that_do_not_fit_are_not_joined",),
+    ),
+    Mutant(
+        name="a-block-in-one-call-forgets-gates-of-whole-heads",
+        file="models/blocks.py",
+        old="gates = maps[1] if len(maps) > 1 else None",
+        new="gates = None",
+        tests=("runner/test_joined_hybrids.py::test_each_block_by_itself",),
+    ),
+    Mutant(
+        name="a-block-takes-gates-of-another-number-of-heads",
+        file="kernels/block.py",
+        old="tail.columns % gates.weights.outputs == 0",
+        new="True",
+        tests=("kernels/test_mixed_blocks.py::test_parts_that_do_not_fit_are_not_joined",),
     ),
     Mutant(
         name="a-token-alone-adds-its-experts-backwards",

@@ -1,17 +1,19 @@
-"""Hybrids whose blocks, or all of them, are one call in C++, beside the same weights whose parts
-run one by one: logits and states are equal to the bit after random steps.
+"""Hybrids and mixtures whose blocks, or all of them, are one call in C++, beside the same weights
+whose parts run one by one: logits and states are equal to the bit after random steps.
 """
 
 from __future__ import annotations
 
+from operator import attrgetter
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 import torch
-from tests.models.test_recurrent_families import make_checkpoint, named
+from tests.models import test_moe_families, test_recurrent_families
 from tests.runner.test_recurrent_rows import loaded, state_of
+from torch import Tensor
 
 from quire.base.types import Add, Chunk, Commit, Edit, Fork, Inputs, Pop, Remove, Step, TokenTree
 from quire.contracts.layers import Recurrent
@@ -21,8 +23,13 @@ from quire.models.blocks import SerialBlock
 from quire.models.families import LoadedModel
 from quire.runner.local import LocalRunner
 
-FAMILIES = ("bamba", "bamba-biases", "bamba-clamped", "lfm2", "lfm2-biases-untied", "qwen3.5", "granite-4-dense")
-"""Hybrids whose blocks are all one call each."""
+HYBRIDS = (
+    *("bamba", "bamba-biases", "bamba-clamped", "lfm2", "lfm2-biases-untied", "qwen3.5", "granite-4-dense"),
+    *("granite-4", "lfm2-moe", "qwen3-next", "qwen3.5-moe", "lfm3"),
+)
+MIXTURES = ("mixtral", "qwen2-moe", "qwen2-moe-some", "qwen3-moe-dense-ends", "gpt-oss-clamped")
+FAMILIES = (*HYBRIDS, *MIXTURES)
+"""Models whose blocks are all one call each."""
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +66,8 @@ class Twins:
     """A model with calls and one without, over states of their own."""
 
     def __init__(self, name: str, dtype: str, path: Path) -> None:
-        tiny = make_checkpoint(named(name), path)
+        family = test_moe_families if name in MIXTURES else test_recurrent_families
+        tiny = family.make_checkpoint(family.named(name), path)
         self.models = loaded(tiny.path, dtype), apart(loaded(tiny.path, dtype))
         self.runners = [LocalRunner(model, state_of(model), torch.device("cpu")) for model in self.models]
         self.layers = [layer for layer, spec in enumerate(self.models[0].layer_specs) if isinstance(spec, Recurrent)]
@@ -77,7 +85,7 @@ class Twins:
     def compare(self) -> None:
         """Compare all states of all sequences, also those that are kept."""
         one, other = (runner.state.parts.recurrent for runner in self.runners)  # type: ignore[attr-defined]
-        for seq in self.lengths:
+        for seq in self.lengths if self.layers else ():
             assert one.table.slots(seq).keys() == other.table.slots(seq).keys()
             for position in one.table.slots(seq):
                 for layer in self.layers:
@@ -87,6 +95,15 @@ class Twins:
                         )
         for runner in self.runners:
             runner.state.check()  # type: ignore[attr-defined]
+
+    def places(self, seq: int) -> list[int]:
+        """Lengths to which a sequence can go back at once."""
+        state = self.runners[0].state
+        if self.layers:
+            found = list(state.parts.recurrent.table.slots(seq))  # type: ignore[attr-defined]
+        else:
+            found = [place for part in state.reachable(seq) for place in part][-4:]  # type: ignore[attr-defined]
+        return [place for place in found if place < self.lengths[seq]]
 
     def fork(self, parent: int, child: int) -> None:
         self.run(Fork(parent, child, self.lengths[parent]))
@@ -124,8 +141,7 @@ def test_random_steps(name: str, dtype: str, tmp_path: Path, calls: list[str]) -
                 twins.fork(seqs[0], number)
                 number += 1
             case "pop":
-                table = twins.runners[0].state.parts.recurrent.table  # type: ignore[attr-defined]
-                if places := [place for place in table.slots(seqs[0]) if place < twins.lengths[seqs[0]]]:
+                if places := twins.places(seqs[0]):
                     place = random.choice(places)
                     twins.run(Pop(seqs[0], twins.lengths[seqs[0]] - place))
                     twins.lengths[seqs[0]] = place
@@ -163,12 +179,33 @@ def test_each_block_by_itself(name: str, tmp_path: Path, calls: list[str]) -> No
     assert len(calls) == 5 * len(twins.models[0].blocks)
 
 
-@pytest.mark.parametrize("name", ["mamba2", "falcon-h1", "lfm3", "qwen3.5-moe", "bamba-biases"])
+@pytest.mark.parametrize("name", ["mamba2", "falcon-h1", "nemotron-h", "bamba-biases", "mixtral"])
 def test_what_is_not_joined_runs_its_parts(name: str, tmp_path: Path, calls: list[str]) -> None:
     """Prompts of more rows than a call takes, and models with other blocks."""
     twins = Twins(name, "float32", tmp_path)
-    count = 70 if name == "bamba-biases" else 9
+    count = 70 if name in ("bamba-biases", "mixtral") else 9
     twins.run(Add(0), chunks=(Chunk(0, [token % 90 for token in range(count)]),))
     twins.lengths[0] = count
     twins.compare()
     assert not [call for call in calls if call.startswith("NativeStack")]
+
+
+class Busy:
+    """An adapter's term that changes a map."""
+
+    is_idle = False
+
+    def add_to(self, y_TO: Tensor, x_TI: Tensor) -> None:
+        y_TO.add_(x_TI[:, :1])
+
+
+@pytest.mark.parametrize("part", ["mlp.gate_up", "mlp.down", "gate"])
+def test_an_adapter_of_the_shared_expert_leaves_the_calls(part: str, tmp_path: Path, calls: list[str]) -> None:
+    twins = Twins("qwen2-moe", "float32", tmp_path)
+    for model in twins.models:
+        model.stack = None
+        for block in model.blocks:
+            assert isinstance(block, SerialBlock)
+            attrgetter(f"shared.{part}")(block.mlp).low_rank = Busy()
+    twins.run(Add(0), chunks=(Chunk(0, [1, 2, 3, 4]),))
+    assert calls == []

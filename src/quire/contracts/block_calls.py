@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.contracts.attention import Scoring
-from quire.contracts.experts import ExpertKernel
+from quire.contracts.experts import ExpertKernel, MixtureCall
 from quire.contracts.kv_format import KVView
 from quire.contracts.layers import RopeSpec
 from quire.contracts.linear import BlockRows, CodeRows, LinearKernel, LinearMap, Quantization
@@ -130,8 +130,8 @@ class BlockTail(Protocol):
         """Return True if the call supports such rows. For others run the parts one by one."""
 
     def __call__(self, heads_TC: Tensor, x_TE: Tensor) -> Tensor:
-        """Return fresh ``Residuals`` of ``out(heads)`` and ``down(gated(gate_up(h)))``. Each number
-        is the same to the bit as from the parts one by one."""
+        """Return fresh ``Residuals`` of ``out(heads)`` and ``down(gated(gate_up(h)))``, or of the
+        mixture of experts. Each number is the same to the bit as from the parts one by one."""
 
 
 class WholeBlock(Protocol):
@@ -178,12 +178,22 @@ class BlockKernel(Protocol):
     ) -> BlockTail | None:
         """Return the end of a block as one call."""
 
+    def experts_tail(self, out: LinearMap, residuals: Residuals, mixture: MixtureCall) -> BlockTail | None:
+        """Return the end of a block with experts in place of the MLP as one call."""
+
     def whole(
-        self, norm: NormWeight | None, qkv: LinearMap, tail: BlockTail, *, gated: bool = False
+        self,
+        norm: NormWeight | None,
+        qkv: LinearMap,
+        tail: BlockTail,
+        *,
+        gated: bool = False,
+        gates: LinearMap | None = None,
     ) -> WholeBlock | None:
         """Return a block with attention and this end as one call. ``norm``: before attention, None:
         none. ``gated``: each query head of ``qkv`` is followed by a gate of its size, for
-        ``RowKernels.gate_heads``."""
+        ``RowKernels.gate_heads``. ``gates``: the map to one gate for each query head; not with
+        ``gated``."""
 
     def mixed(
         self, norm: NormWeight, project: LinearMap, rates: LinearMap | None, mixer: MixerCall, tail: BlockTail

@@ -2,8 +2,8 @@
 
 A decode of few sequences is many short calls. Each costs microseconds of Python and the beginning
 and end of a parallel region; one call saves these. The parts are the code of
-``linear.cpu_linear``, ``rows.cpu_rows``, ``attention.cpu_attention`` and
-``recurrence.cpu_recurrence``, so every number is the same to the bit.
+``linear.cpu_linear``, ``rows.cpu_rows``, ``attention.cpu_attention``,
+``recurrence.cpu_recurrence`` and ``experts``, so every number is the same to the bit.
 
 Letters: as in ``contracts.block_calls``.
 """
@@ -32,9 +32,11 @@ from quire.contracts.block_calls import (
     StackParts,
     WholeBlock,
 )
+from quire.contracts.experts import MixtureCall
 from quire.contracts.linear import LinearMap
 from quire.contracts.recurrence import MixerCall, RecurrentParts, StackPools
 from quire.contracts.rows import ActivationName
+from quire.kernels.experts import NativeMixture
 from quire.kernels.linear.cpu_linear import NativeMap
 from quire.kernels.native_library import NativeLibrary, native_library
 from quire.kernels.recurrence.cpu_recurrence import NativeMixer
@@ -54,7 +56,7 @@ class _Block(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("attention_out_norm", "mlp_out_norm")),
         *((name, ctypes.c_double) for name in ("attention_out_eps", "mlp_out_eps", "scale")),
         ("gated", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("mixer", "rates")),
+        *((name, ctypes.c_void_p) for name in ("mixer", "rates", "experts")),
     ]  # fmt: skip
 
 
@@ -91,28 +93,55 @@ class NativeBlocks:
     ) -> BlockTail | None:
         """See the contract."""
         maps = _native((out, gate_up, down))
-        norms = [one for one in (residuals.mlp_in, residuals.attention_out, residuals.mlp_out) if one is not None]
-        if maps is None or len(kinds := {one.weight_E.dtype for one in norms}) > 1:
-            return None
         width, inner = out.weights.outputs, down.weights.inputs
-        types = TYPES.get((maps[0].dtype, next(iter(kinds), maps[0].dtype)))
-        fits = down.weights.outputs == width == gate_up.weights.inputs and all(_width(one) == width for one in norms)
-        if types is None or not fits or gate_up.weights.outputs != 2 * inner:
+        fits = down.weights.outputs == width == gate_up.weights.inputs and gate_up.weights.outputs == 2 * inner
+        native = None if maps is None or not fits else self._summed(maps[0], residuals)
+        if maps is None or native is None:
             return None
-        native = _Block(
-            out=maps[0].place, gate_up=maps[1].place, down=maps[2].place, parallel=self._parallel, types=types,
-            activation=ACTIVATION_NUMBERS[activation], scale=residuals.scale,
-        )  # fmt: skip
+        native.gate_up, native.down, native.activation = maps[1].place, maps[2].place, ACTIVATION_NUMBERS[activation]
+        return NativeTail(self._tail, native, (maps, residuals), maps[0])
+
+    def experts_tail(self, out: LinearMap, residuals: Residuals, mixture: MixtureCall) -> NativeTail | None:
+        """See the contract."""
+        if not (isinstance(out, NativeMap) and isinstance(mixture, NativeMixture)):
+            return None
+        if (mixture.dtype, mixture.width) != (out.dtype, out.weights.outputs):
+            return None
+        native = self._summed(out, residuals)
+        if native is None:
+            return None
+        # One call may run it with blocks of gated MLPs, which have the experts' activation.
+        native.experts, native.activation = mixture.place, mixture.activation
+        return NativeTail(self._tail, native, (mixture, residuals), out)
+
+    def _summed(self, out: NativeMap, residuals: Residuals) -> _Block | None:
+        """Return the end of a block without its feed-forward part; None for unsupported norms."""
+        norms = [one for one in (residuals.mlp_in, residuals.attention_out, residuals.mlp_out) if one is not None]
+        kinds = {one.weight_E.dtype for one in norms}
+        types = TYPES.get((out.dtype, next(iter(kinds), out.dtype)))
+        if types is None or len(kinds) > 1 or any(_width(one) != out.weights.outputs for one in norms):
+            return None
+        native = _Block(out=out.place, parallel=self._parallel, types=types, scale=residuals.scale)
         native.mlp_norm, native.mlp_eps = _norm(residuals.mlp_in)
         native.attention_out_norm, native.attention_out_eps = _norm(residuals.attention_out)
         native.mlp_out_norm, native.mlp_out_eps = _norm(residuals.mlp_out)
-        return NativeTail(self._tail, native, maps, norms)
+        return native
 
     def whole(
-        self, norm: NormWeight | None, qkv: LinearMap, tail: BlockTail, *, gated: bool = False
+        self,
+        norm: NormWeight | None,
+        qkv: LinearMap,
+        tail: BlockTail,
+        *,
+        gated: bool = False,
+        gates: LinearMap | None = None,
     ) -> NativeBlock | None:
         """See the contract."""
-        return self._begun(norm, (qkv,), tail, None, gated=gated)
+        if gates is None:
+            return self._begun(norm, (qkv,), tail, None, gated=gated)
+        # Heads of equal size, of which each has a gate.
+        fits = not gated and isinstance(tail, NativeTail) and tail.columns % gates.weights.outputs == 0
+        return self._begun(norm, (qkv, gates), tail, None) if fits else None
 
     def mixed(
         self, norm: NormWeight, project: LinearMap, rates: LinearMap | None, mixer: MixerCall, tail: BlockTail
@@ -181,11 +210,10 @@ class NativeTail(_Few):
 
     __slots__ = ("columns",)
 
-    def __init__(
-        self, run: ctypes._NamedFuncPointer, native: _Block, maps: Sequence[NativeMap], norms: Sequence[NormWeight]
-    ) -> None:
-        super().__init__(run, native, (maps, norms), maps[0].dtype, maps[0].weights.outputs)
-        self.columns = maps[0].weights.inputs
+    def __init__(self, run: ctypes._NamedFuncPointer, native: _Block, kept: object, out: NativeMap) -> None:
+        """``out``: the projection of the heads. ``kept``: as of ``_Few``, without ``out``."""
+        super().__init__(run, native, (kept, out), out.dtype, out.weights.outputs)
+        self.columns = out.weights.inputs
 
     def __call__(self, heads_TC: Tensor, x_TE: Tensor) -> Tensor:
         """See the contract. ``MemoryError``: no memory for sums."""

@@ -30,6 +30,7 @@ from quire.contracts.experts import (
 from quire.contracts.linear import LinearMap
 from quire.kernels.linear.cpu_linear import DTYPES, NativeLinear, NativeMap, native_linear
 from quire.kernels.native_library import NativeLibrary, native_library
+from quire.kernels.rows.cpu_rows import ACTIVATION_NUMBERS
 from quire.ops import experts as reference
 
 MOST_EXPERTS = 4096
@@ -261,10 +262,15 @@ class NativeMixture:
     ) -> None:
         """``kept`` owns the memory whose addresses are in ``shared``."""
         self._router, self._experts, self._shared, self._kept = router, experts, shared, kept
+        self.dtype, self.width = experts.dtype, experts.width
+        kind = experts.native.gate.kind
+        self.activation = kind if kind in ACTIVATION_NUMBERS.values() else 0
+        """C++ number of the activation of the gate; 0 if the gate is of another kind."""
         self._native = _Mixture(
             router.place, experts.place, None if shared is None else ctypes.addressof(shared), experts.parallel,
             router.choices, int(experts.dtype == torch.bfloat16),
         )  # fmt: skip
+        self.place = ctypes.addressof(self._native)
 
     def takes(self, x_TE: Tensor) -> bool:
         """See the contract."""

@@ -34,11 +34,12 @@ from quire.contracts.recurrence import MixerCall, RecurrentParts
 from quire.contracts.rows import HeadNormWeights, RowKernels
 from quire.nn.attention import Attention, GatedAttention
 from quire.nn.embedding import Embedding, ScaledEmbedding
+from quire.nn.experts import MixtureOfExperts
 from quire.nn.linear import Linear
 from quire.nn.logits import ShapedLogits
 from quire.nn.mlp import GatedMLP
 from quire.nn.norm import RMSNorm
-from quire.nn.packed import KernelLinear
+from quire.nn.packed import KernelLinear, kernel_maps
 from quire.ops.rows import REFERENCE_ROWS
 
 Mixer: TypeAlias = Callable[[Tensor, Pass], Tensor]
@@ -90,8 +91,8 @@ class JoinedBlock:
     attention: HeadedMixer
     first: tuple[Linear, ...]
     """The maps of the block's normed input that ``whole`` includes."""
-    maps: tuple[Linear, Linear, Linear]
-    """The maps after the heads."""
+    maps: tuple[Linear, ...]
+    """The maps after the heads that an adapter may change."""
     tail: BlockTail
     """The part after the attention heads: output projection to MLP."""
     whole: WholeBlock | None
@@ -243,17 +244,30 @@ def joined(block: SerialBlock, kernel: BlockKernel | None) -> JoinedBlock | None
     inner = (block.mlp_norm, block.attention_out_norm, block.mlp_out_norm)
     if kernel is None or not (isinstance(attention, HeadedMixer) and all(map(_is_rms, inner))):
         return None
-    if not isinstance(mlp, GatedMLP):
+    found = _end(attention.out, Residuals(*map(_weight_of, inner), block.scale), mlp, kernel)
+    if found is None:
         return None
-    maps = (attention.out, mlp.gate_up, mlp.down)
-    out, gate_up, down = (one.map if isinstance(one, KernelLinear) else None for one in maps)
-    if out is None or gate_up is None or down is None:
-        return None
-    residuals = Residuals(*map(_weight_of, inner), block.scale)
-    tail = kernel.tail(out, residuals, gate_up, down, mlp.activation)
-    if tail is None:
-        return None
+    tail, maps = found
     return JoinedBlock(attention, _first_maps(attention), maps, tail, _whole(block, attention, tail, kernel))
+
+
+def _end(
+    out: Linear, residuals: Residuals, mlp: FeedForward, kernel: BlockKernel
+) -> tuple[BlockTail, tuple[Linear, ...]] | None:
+    """Return a block's end as one call, and the maps in it that an adapter may change; None for
+    unsupported parts."""
+    if not isinstance(out, KernelLinear):
+        return None
+    tail: BlockTail | None = None
+    maps: tuple[Linear, ...] = ()
+    if isinstance(mlp, GatedMLP):
+        maps = (out, mlp.gate_up, mlp.down)
+        if (found := kernel_maps(maps)) is not None:
+            tail = kernel.tail(found[0], residuals, found[1], found[2], mlp.activation)
+    elif type(mlp) is MixtureOfExperts and mlp.call is not None:
+        maps = (out, *(() if mlp.shared is None else mlp.shared.maps))
+        tail = kernel.experts_tail(out.map, residuals, mlp.call)
+    return None if tail is None else (tail, maps)
 
 
 def _is_rms(norm: Norm | None) -> bool:
@@ -268,7 +282,7 @@ def _weight_of(norm: Norm | None) -> NormWeight | None:
 def _first_maps(attention: HeadedMixer) -> tuple[Linear, ...]:
     """Return the maps of a block's normed input that a call over the whole block includes."""
     if isinstance(attention, Attention):
-        return (attention.qkv,) if attention.is_whole else ()
+        return attention.projections if attention.is_whole else ()
     return attention.projections if isinstance(attention, RecurrentMixer) and attention.call is not None else ()
 
 
@@ -284,7 +298,8 @@ def _whole(block: SerialBlock, attention: HeadedMixer, tail: BlockTail, kernel: 
         heads = attention.head_norms or ()
         if not all({one.dtype} == kinds and one.is_contiguous() for one in heads[:2]):
             return None
-        return kernel.whole(norm, maps[0], tail, gated=isinstance(attention, GatedAttention))
+        gates = maps[1] if len(maps) > 1 else None
+        return kernel.whole(norm, maps[0], tail, gated=isinstance(attention, GatedAttention), gates=gates)
     if norm is None:
         return None
     assert isinstance(attention, RecurrentMixer)

@@ -45,6 +45,11 @@ class Attention:
         """Weights of the head norms that the pass applies; None: no norms."""
         return None
 
+    @property
+    def projections(self) -> tuple[Linear, ...]:
+        """The maps of the input."""
+        return (self.qkv,)
+
     def __call__(self, x_TE: Tensor, pass_: Pass) -> Tensor:
         """Map ``[T, E]`` to a fresh ``[T, E]``; the pass stores K and V of these tokens."""
         return self.out(self.heads(x_TE, pass_))
@@ -143,6 +148,16 @@ class HeadGatedAttention(NormedAttention):
     gate: Linear = field(kw_only=True)
     """E to Hq"""
     row_kernels: RowKernels = field(init=False, default=REFERENCE_ROWS)
+
+    @property
+    def is_whole(self) -> bool:
+        """See ``Attention``. The gates are a projection beside that."""
+        return self._norms is not None
+
+    @property
+    def projections(self) -> tuple[Linear, ...]:
+        """See ``Attention``."""
+        return self.qkv, self.gate
 
     def heads(self, x_TE: Tensor, pass_: Pass) -> Tensor:
         """See ``Attention``."""

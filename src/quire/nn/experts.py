@@ -320,15 +320,17 @@ class SharedExpert:
     @property
     def is_plain(self) -> bool:
         """Return True if no adapter changes a map in this forward."""
-        return all(one.is_plain for one in self._maps) and (self.gate is None or self.gate.is_plain)
+        return all(one.is_plain for one in self.maps)
 
     @property
-    def _maps(self) -> tuple[Linear, Linear]:
-        return (self.mlp.gate_up if isinstance(self.mlp, GatedMLP) else self.mlp.up), self.mlp.down
+    def maps(self) -> tuple[Linear, ...]:
+        """The maps of the MLP, and the gate's if there is one: those that an adapter may change."""
+        first = self.mlp.gate_up if isinstance(self.mlp, GatedMLP) else self.mlp.up
+        return (first, self.mlp.down) if self.gate is None else (first, self.mlp.down, self.gate)
 
     def parts(self) -> SharedParts | None:
         """Return the packed parts for a kernel's call; None if there are others."""
-        maps = kernel_maps(self._maps)
+        maps = kernel_maps(self.maps[:2])
         if maps is None or (self.gate is not None and self.gate.bias is not None):
             return None
         form = GateForm(self.mlp.activation if isinstance(self.mlp, GatedMLP) else "squared")

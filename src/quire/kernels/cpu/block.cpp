@@ -1,13 +1,13 @@
 // Decoder blocks in one call and one parallel region: norm, projection, rotation and the write of K and V, attention; or norm,
-// projection, a mixer over its states; and the block's end, which also runs alone: projection, residual sum and norm, gated MLP,
-// residual sum. Before and behind the blocks may stand what
+// projection, a mixer over its states; and the block's end, which also runs alone: projection, residual sum and norm, gated MLP or
+// mixture of experts, residual sum. Before and behind the blocks may stand what
 // makes a model of them: rows of tokens, the last norm, the map to logits. Every number is that of the calls one by one;
 // quire/kernels/block.py calls this through ctypes.
 //
 // Letters: as in block.h.
+#include "block_experts.h"
 #include "block_heads.h"
 #include "block_mixer.h"
-#include "block_tail.h"
 #include "model_ends.h"
 
 extern "C" {
@@ -28,7 +28,7 @@ namespace {
 
 template <typename T, typename W, typename A>
 struct Alone {
-    Tail<T, W, A> tail;
+    End<T, W, A> end;
     std::atomic<int64_t> workers;
 };
 
@@ -36,17 +36,20 @@ template <typename T, typename W, typename A>
 void run_alone(void* data) {
     auto& alone = *(Alone<T, W, A>*)data;
     Worker worker(alone.workers);
-    alone.tail.go(worker, nullptr);
+    alone.end.go(worker, nullptr);
 }
 
 template <typename T, typename W, typename A>
 int tail(const Block& block, T* y, const T* heads, int64_t heads_stride, const T* x, int64_t rows, int64_t threads) {
     static thread_local Room room;
-    T* place = (T*)room.of(rows * tail_room(block) * sizeof(T) / sizeof(float) + 1);
-    if (!place) return 1;
-    Alone<T, W, A> call{{block, place, y, heads, heads_stride, x, rows, threads}, {0}};
+    static thread_local ExpertsRoom experts;
+    T* place = (T*)room.of(rows * end_room(block) * sizeof(T) / sizeof(float) + 1);
+    Memory own{0}, shared{0};
+    count_experts<T>(block, rows, threads, own, shared);
+    if (!place || !experts.take(own, shared)) return 1;
+    Alone<T, W, A> call{{block, place, y, heads, heads_stride, x, rows, threads, own, shared}, {0}};
     run_on(threads, run_alone<T, W, A>, &call, block.parallel);
-    return call.tail.failed();
+    return call.end.failed();
 }
 
 template <typename T, typename W>
@@ -67,13 +70,13 @@ struct Whole {
         Mixed<T, W> mixed;
     };
     const bool mixes;
-    Tail<T, W, A> tail;
+    End<T, W, A> end;
 
-    // ``room``: as ``whole_room`` says.
-    Whole(const Step& step, T* room, T* y, const T* x, int64_t rows, int64_t threads)
+    // ``room``: as ``whole_room`` says. ``own``, ``shared``: of a mixture of experts.
+    Whole(const Step& step, T* room, T* y, const T* x, int64_t rows, int64_t threads, Memory& own, Memory shared)
         : mixes(step.block->mixer),
-          tail(*step.block, room + rows * begin_room<T>(step), y, begin(step, room, x, rows, threads), step.block->out->inputs, x, rows,
-               threads) {}
+          end(*step.block, room + rows * begin_room<T>(step), y, begin(step, room, x, rows, threads), step.block->out->inputs, x, rows,
+              threads, own, shared) {}
 
     // Make the beginning; return its output.
     const T* begin(const Step& step, T* room, const T* x, int64_t rows, int64_t threads) {
@@ -84,15 +87,15 @@ struct Whole {
     const LinearCall* first() const { return mixes ? &mixed.project : &heads.qkv; }
 
     bool go(Worker& worker, const LinearCall* next) {
-        const bool begun = mixes ? mixed.go(worker, &tail.out, &tail.gate_up) : heads.go(worker, &tail.out, &tail.gate_up);
-        return begun && tail.go(worker, next);
+        const bool begun = mixes ? mixed.go(worker, end.first(), end.second()) : heads.go(worker, end.first(), end.second());
+        return begun && end.go(worker, next);
     }
 
-    bool failed() const { return (mixes ? mixed.failed() : heads.failed()) || tail.failed(); }
+    bool failed() const { return (mixes ? mixed.failed() : heads.failed()) || end.failed(); }
 };
 
 template <typename T>
-int64_t whole_room(const Step& step) { return begin_room<T>(step) + tail_room(*step.block); }
+int64_t whole_room(const Step& step) { return begin_room<T>(step) + end_room(*step.block); }
 
 template <typename T, typename W, typename A>
 struct Stack {
@@ -108,7 +111,7 @@ void run_stack(void* data) {
     Worker worker(stack.workers);
     const LinearCall* behind = stack.edges ? &stack.edges->head : nullptr;
     if (stack.edges) {
-        worker.expect(stack.blocks[0].first(), &stack.blocks[0].tail.out);
+        worker.expect(stack.blocks[0].first(), stack.blocks[0].end.first());
         do_rows(stack.edges->embed, worker);
     }
     for (int64_t i = 0; i < stack.count; i++)
@@ -121,12 +124,17 @@ template <typename T, typename W, typename A>
 int stack(const Ends* ends, const Step* steps, int64_t count, void* given_y, const void* given_x, int64_t* first, int64_t rows,
           int64_t threads) {
     static thread_local Room room, calls, around;
+    static thread_local ExpertsRoom experts;
     int64_t most = 0;
-    for (int64_t i = 0; i < count; i++) most = whole_room<T>(steps[i]) > most ? whole_room<T>(steps[i]) : most;
+    Memory own{0}, shared{0};
+    for (int64_t i = 0; i < count; i++) {
+        most = whole_room<T>(steps[i]) > most ? whole_room<T>(steps[i]) : most;
+        count_experts<T>(*steps[i].block, rows, threads, own, shared);
+    }
     T* place = (T*)room.of(rows * most * sizeof(T) / sizeof(float) + 1);
     auto* blocks = (Whole<T, W, A>*)calls.of((sizeof(Edges<T, W>) + count * sizeof(Whole<T, W, A>)) / sizeof(float) + 1);
     float* numbers = ends ? around.of(Edges<T, W>::floats(*ends, rows)) : nullptr;
-    if (!place || !blocks || (ends && !numbers)) return 1;
+    if (!place || !blocks || (ends && !numbers) || !experts.take(own, shared)) return 1;
     T* y = (T*)given_y;
     const T* x = (const T*)given_x;
     Edges<T, W>* edges = nullptr;
@@ -135,7 +143,7 @@ int stack(const Ends* ends, const Step* steps, int64_t count, void* given_y, con
         x = y = edges->embed.out;
     }
     // A block reads x for the last time before it writes y.
-    for (int64_t i = 0; i < count; i++) new (blocks + i) Whole<T, W, A>(steps[i], place, y, i ? y : x, rows, threads);
+    for (int64_t i = 0; i < count; i++) new (blocks + i) Whole<T, W, A>(steps[i], place, y, i ? y : x, rows, threads, own, shared);
     Stack<T, W, A> call{blocks, count, edges, {0}};
     run_on(threads, run_stack<T, W, A>, &call, steps->block->parallel);
     for (int64_t i = 0; i < count; i++)
@@ -163,7 +171,7 @@ int run_steps(const Ends* ends, const Step* steps, int64_t count, void* y, const
 
 extern "C" {
 
-// y = h + down(gated(gate_up(norm(h)))), h = x + out(heads); x and y are [rows, E]. Return 0, or 1 without memory.
+// y = h + down(gated(gate_up(norm(h)))), or h + mixture(norm(h)), with h = x + out(heads); x and y are [rows, E]. Return 0, or 1 without memory.
 int quire_block_tail(const Block* block, void* y, const void* heads, int64_t heads_stride, const void* x, int64_t rows,
                      int64_t threads) {
     return (block->types == 0   ? tail_with<float, float>

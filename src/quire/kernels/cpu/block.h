@@ -20,6 +20,8 @@
 
 extern "C" {
 
+struct Mixture;  // of experts.h
+
 // Weights of a block. ``types`` and ``activation`` are those of rows.cpp.
 struct Block {
     const Linear *qkv, *out, *gate_up, *down;  // E to all heads of q, k, v; C to E; E to 2F; F to E. Of a tail qkv is null
@@ -31,8 +33,9 @@ struct Block {
     const void *attention_out_norm, *mlp_out_norm;
     double attention_out_eps, mlp_out_eps, scale;
     int64_t gated;        // attention: behind each query head of ``qkv`` is a gate of its size
-    const Mixer* mixer;   // in place of attention, or null. Then ``qkv`` is its projection,
-    const Linear* rates;  // and these are E to the rates of a delta rule, or null
+    const Mixer* mixer;   // in place of attention, or null. Then ``qkv`` is its projection
+    const Linear* rates;  // E to the rates of a delta rule, or to one gate for each head of attention; or null
+    const Mixture* experts;  // in place of the gated MLP, whose two maps are null; or null
 };
 
 // What a layer of a KV state is made of.

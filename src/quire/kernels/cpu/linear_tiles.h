@@ -10,6 +10,9 @@
 
 namespace {
 
+// More rows multiply weights of bfloat16 that are widened once, into a cache, where that takes as many instructions as the products.
+constexpr int MOST_WIDENED_ROWS = 48;
+constexpr bool WIDENS_ONCE = REGISTER == 32;
 // About as many inputs at a time: their part of a panel stays in a cache for all rows, and their sum is added to the others.
 constexpr int BLOCK = 640;
 constexpr int WIDEST_GROUP = 128;
@@ -361,6 +364,13 @@ INLINE void sum_panels(const Linear& map, int64_t panel, const Sums& sums, float
             tiles<Q, X>(to, rows, x, stride, (const float*)from + k * PANEL, bytes / 4, (const float*)(from + bytes), inputs, nullptr,
                         coming, share);
         } else if constexpr (FORM == BFLOAT16) {
+            if constexpr (WIDENS_ONCE && !is_paired)
+                if (rows > MOST_WIDENED_ROWS) {
+                    float* values = room + 2 * PANEL;
+                    for (int q = 0; q < Q; q++) widen_panel<FORM>(values + q * BLOCK * PANEL, from + q * bytes + k * PANEL * sizeof(bfloat16), inputs);
+                    tiles<Q, X>(to, rows, x, stride, (const float*)values, BLOCK * PANEL, (const float*)values, inputs, nullptr, coming, share);
+                    continue;
+                }
             tiles<Q, X>(to, rows, x, stride, (const bfloat16*)from + k * PANEL, bytes / 2, (const bfloat16*)(from + bytes), inputs, nullptr,
                         coming, share);
         } else if constexpr (FORM != BLOCKS) {
@@ -400,7 +410,7 @@ INLINE void run_items(LinearCall& call, int64_t thread) {
     const Linear& map = *call.map;
     // Only for products of floats x is converted: what is as wide as they need it stays where it is.
     constexpr bool is_widened = std::is_same<X, float>::value && !std::is_same<T, float>::value;
-    constexpr int64_t WIDEST = FORM == BLOCKS ? BLOCK : WIDEST_GROUP;
+    constexpr int64_t WIDEST = FORM == BLOCKS || (FORM == BFLOAT16 && WIDENS_ONCE) ? BLOCK : WIDEST_GROUP;
     const int64_t to_apart = call.tile_rows * PANEL;
     float* panels_room = room.of((2 + 2 * WIDEST) * PANEL + 2 * to_apart + (is_widened ? call.tile_rows * map.inputs : 0));
     if (!panels_room) {

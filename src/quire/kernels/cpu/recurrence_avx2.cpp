@@ -7,6 +7,7 @@
 #include "rows.h"
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#include <immintrin.h>
 #pragma GCC target("arch=x86-64-v3")
 #define MOST 2
 #include "recurrence_body.h"

@@ -4,6 +4,8 @@
 namespace {
 
 constexpr int64_t TILE = 2;  // vectors of columns of a state that stays in the first cache from row to row
+// Bytes of states from which on a decode writes them past the caches: they are read in the next forward, behind the model's weights.
+constexpr int64_t FAR = 256 << 10;
 constexpr int TURNS = 4000;  // of a loop that waits, before another thread may have the core
 
 // -- functions ---------------------------------------------------------------------------------------------------------
@@ -204,7 +206,7 @@ struct Head {
     float* out;
     int64_t row, gates, out_row, keys, values;
     float scale;
-    bool delta;
+    bool delta, is_far;  // is_far: states are written past the caches
 };
 
 template <int N>
@@ -213,9 +215,32 @@ INLINE void load(Lanes* to, const float* from) {
     for (int n = 0; n < N; n++) to[n] = wide(from + n * LANES);
 }
 
+// A line of states that is read ``ahead`` numbers later: processors do not foresee where the next columns begin. 0: none.
+INLINE void expect(const float* state, int64_t ahead) {
+    if (ahead) __builtin_prefetch(state + ahead, 0, 3);
+}
+
+// Store numbers that nobody reads soon, so that their line is not read first. ``to``: a multiple of 64 bytes.
+INLINE void store_past(float* to, Lanes value) {
+#if MOST >= 8
+    _mm512_stream_ps(to, (__m512)value);
+#elif MOST >= 2
+    _mm256_stream_ps(to, (__m256)value.low), _mm256_stream_ps(to + LANES / 2, (__m256)value.high);
+#else
+    store(to, value);
+#endif
+}
+
+// Before others read what was stored past the caches.
+INLINE void end_stores_past() {
+#if MOST >= 2
+    _mm_sfence();
+#endif
+}
+
 // Sums go over even keys and over odd ones, from first to last; then both are added.
 template <int N>
-INLINE void read_by_key(Lanes* sum, const float* state, int64_t stride, const float* k, int64_t keys) {
+INLINE void read_by_key(Lanes* sum, const float* state, int64_t stride, const float* k, int64_t keys, int64_t ahead = 0) {
     Lanes odd[N] = {};
 #pragma GCC unroll 8
     for (int n = 0; n < N; n++) sum[n] = Lanes{};
@@ -223,6 +248,7 @@ INLINE void read_by_key(Lanes* sum, const float* state, int64_t stride, const fl
     for (; i + 2 <= keys; i += 2, state += 2 * stride)
 #pragma GCC unroll 8
         for (int n = 0; n < N; n++) {
+            expect(state + n * LANES, ahead), expect(state + stride + n * LANES, ahead);
             sum[n] += k[i] * wide(state + n * LANES);
             odd[n] += k[i + 1] * wide(state + stride + n * LANES);
         }
@@ -233,30 +259,36 @@ INLINE void read_by_key(Lanes* sum, const float* state, int64_t stride, const fl
     }
 }
 
-template <int N, bool NEXT>
-INLINE void advance_row(const float* from, float* to, float decay, float k, float q, float next, const Lanes* u, Lanes* sum, Lanes* known) {
+template <int N, bool NEXT, bool PAST>
+INLINE void advance_row(const float* from, float* to, float decay, float k, float q, float next, const Lanes* u, Lanes* sum, Lanes* known,
+                        int64_t ahead) {
 #pragma GCC unroll 8
     for (int n = 0; n < N; n++) {
         Lanes state = wide(from + n * LANES) * decay + k * u[n];
-        store(to + n * LANES, state);
+        expect(from + n * LANES, ahead);
+        if (PAST)
+            store_past(to + n * LANES, state);
+        else
+            store(to + n * LANES, state);
         sum[n] += q * state;
         if (NEXT) known[n] += next * state;
     }
 }
 
 // One row: the state decays, takes u at key k, is stored, and is read by q and, for the row behind, by its key.
-template <int N, bool NEXT>
+template <int N, bool NEXT, bool PAST = false>
 INLINE void advance(const float* from, int64_t from_stride, float* to, int64_t to_stride, int64_t keys, float decay, const float* k,
-                    const float* q, const float* next, const Lanes* u, Lanes* sum, Lanes* known) {
+                    const float* q, const float* next, const Lanes* u, Lanes* sum, Lanes* known, int64_t ahead = 0) {
     Lanes odd[N] = {}, odd_known[N] = {};
 #pragma GCC unroll 8
     for (int n = 0; n < N; n++) sum[n] = known[n] = Lanes{};
     int64_t i = 0;
     for (; i + 2 <= keys; i += 2, from += 2 * from_stride, to += 2 * to_stride) {
-        advance_row<N, NEXT>(from, to, decay, k[i], q[i], NEXT ? next[i] : 0.f, u, sum, known);
-        advance_row<N, NEXT>(from + from_stride, to + to_stride, decay, k[i + 1], q[i + 1], NEXT ? next[i + 1] : 0.f, u, odd, odd_known);
+        advance_row<N, NEXT, PAST>(from, to, decay, k[i], q[i], NEXT ? next[i] : 0.f, u, sum, known, ahead);
+        advance_row<N, NEXT, PAST>(from + from_stride, to + to_stride, decay, k[i + 1], q[i + 1], NEXT ? next[i + 1] : 0.f, u, odd, odd_known,
+                                   ahead);
     }
-    if (i < keys) advance_row<N, NEXT>(from, to, decay, k[i], q[i], NEXT ? next[i] : 0.f, u, sum, known);
+    if (i < keys) advance_row<N, NEXT, PAST>(from, to, decay, k[i], q[i], NEXT ? next[i] : 0.f, u, sum, known, ahead);
 #pragma GCC unroll 8
     for (int n = 0; n < N; n++) sum[n] += odd[n], known[n] += odd_known[n];
 }
@@ -280,16 +312,25 @@ INLINE void put_read(const Head& head, int64_t place, int64_t column, int64_t co
     for (int n = 0; n < N; n++) put_some(to + n * LANES, sum[n] * head.scale, N == 1 ? count : LANES);
 }
 
-// One row from a state to another one, over N vectors of columns.
-template <int N>
-INLINE void step(const Head& head, int64_t place, int64_t column, const float* from, float* to) {
+// One row from a state to another one, over N vectors of columns, of which the next ones are fetched meanwhile. PAST: past the caches.
+template <int N, bool PAST>
+__attribute__((noinline)) void step_columns(const Head& head, int64_t place, int64_t column, const float* from, float* to) {
     Lanes known[N], u[N], sum[N];
     const float *q = head.q + place * head.row, *k = head.k + place * head.row;
-    if (head.delta) read_by_key<N>(known, from + column, head.values, k, head.keys);
+    const int64_t size = head.keys * head.values, ahead = column + N * LANES < head.values ? N * LANES : size - column;
+    if (head.delta) read_by_key<N>(known, from + column, head.values, k, head.keys, ahead);
     written<N>(head, place, column, N * LANES, known, u);
-    advance<N, false>(from + column, head.values, to + column, head.values, head.keys, head.decay[place * head.gates], k, q, nullptr, u, sum,
-                      known);
+    advance<N, false, PAST>(from + column, head.values, to + column, head.values, head.keys, head.decay[place * head.gates], k, q, nullptr, u,
+                            sum, known, head.delta ? 0 : ahead);
     put_read<N>(head, place, column, N * LANES, sum);
+}
+
+template <int N>
+INLINE void step(const Head& head, int64_t place, int64_t column, const float* from, float* to) {
+    if (head.is_far && ((uintptr_t)to | (uintptr_t)(head.values * sizeof(float))) % 64 == 0)
+        step_columns<N, true>(head, place, column, from, to);
+    else
+        step_columns<N, false>(head, place, column, from, to);
 }
 
 INLINE void copy_columns(float* to, int64_t to_stride, const float* from, int64_t from_stride, int64_t keys, int64_t count) {
@@ -429,6 +470,7 @@ void mix(void* data) {
     const int64_t heads = mixer.heads, keys = mixer.keys, values = mixer.values, width = heads * values;
     const int64_t blocks = 1 + (delta ? 2 * mixer.key_heads + heads : (mixer.channels + CHANNELS - 1) / CHANNELS);
     const int64_t key_columns = mixer.key_heads * keys;
+    const bool is_far = forward.entries * width * keys * (int64_t)sizeof(float) >= FAR;
     alignas(64) float tile[KEYS_AT_MOST * TILE * LANES];
     int64_t entry = 0;
     Phase* phase = task.phases;
@@ -457,8 +499,9 @@ void mix(void* data) {
             const float *q = task.mixed + (delta ? 0 : width + key_columns) + group * keys;
             const float *k = task.mixed + (delta ? key_columns : width) + group * keys, *v = task.mixed + (delta ? 2 * key_columns : 0) + h * values;
             const Head head = {q, k, v, task.gates + h, task.gates + heads + h, task.read + h * values, mixer.channels, 2 * heads, width,
-                               keys, values, (float)mixer.scale, delta};
+                               keys, values, (float)mixer.scale, delta, is_far};
             walk(task, head, h, first, last, forward.starts[e + 1], origin, tile);
+            if (is_far) end_stores_past();
         });
         const int64_t parts = mixer.norm_groups;
         share_out(phase[2], rows * parts, piece_of(width / parts), [&](int64_t index) {
