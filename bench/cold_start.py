@@ -1,8 +1,9 @@
 """The first token of a cold process: imports, loading, one step. Files are in the page cache.
 
 Each round starts a new process, whose prompt is a short text. Times are medians in seconds;
-*beyond torch* is all but ``import torch``. *Peak* is the largest resident memory, mapped files
-included.
+*beyond torch* is all but ``import torch``, *processor* the processor time of that in all threads,
+which says more than the clock on a busy machine. *Peak* is the largest resident memory, mapped
+files included.
 
 ``python bench/cold_start.py MODEL [MODEL ...] [--rounds 5] [--dtype auto]``
 """
@@ -25,6 +26,7 @@ import json, resource, sys, time
 times = [time.perf_counter()]
 import torch
 times.append(time.perf_counter())
+begun = time.process_time()
 from quire import LLM, SamplingParams
 times.append(time.perf_counter())
 llm = LLM(sys.argv[1], dtype=sys.argv[2], kv_cache_memory="256MiB", max_model_len=2048)
@@ -32,8 +34,9 @@ times.append(time.perf_counter())
 prompt = [5, 6, 7, 8] if llm.tokenizer is None else "def f(x):"
 llm.generate([prompt], SamplingParams(temperature=0, max_tokens=1))
 times.append(time.perf_counter())
+processor = time.process_time() - begun
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-print(json.dumps([[end - start for start, end in zip(times, times[1:])], peak / 1024, llm.model.parameter_bytes / 2**20]))
+print(json.dumps([[end - start for start, end in zip(times, times[1:])], peak / 1024, llm.model.parameter_bytes / 2**20, processor]))
 """
 
 
@@ -56,7 +59,8 @@ def measure(model: str, dtype: str, rounds: int) -> dict[str, Any]:
         "model": model,
         **dict(zip(PARTS, times, strict=True)),
         "beyond torch": sum(times[1:]),
-        "peak MiB": round(max(peak for _, peak, _ in found)),
+        "processor": statistics.median(processor for *_, processor in found[1:]),
+        "peak MiB": round(max(peak for _, peak, *_ in found)),
         "weights MiB": round(found[0][2]),
     }
 

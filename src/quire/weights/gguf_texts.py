@@ -56,9 +56,9 @@ def _short_ends(data: NDArray[np.uint8], position: int) -> NDArray[np.int64]:
 
 def _ends_one_by_one(data: NDArray[np.uint8], position: int, count: int, most: int) -> NDArray[np.int64]:
     """Return the ends of up to ``count`` texts; the definition of ``text_bounds``."""
-    unpack, end, ends = struct.Struct("<Q").unpack_from, len(data), list[int]()
+    unpack, view, end, ends = struct.Struct("<Q").unpack_from, data.data, len(data), list[int]()
     while len(ends) < count and position + _LENGTH <= end:
-        size = unpack(data, position)[0]
+        size = unpack(view, position)[0]
         if size > most or position + _LENGTH + size > end:
             break
         position += _LENGTH + size
