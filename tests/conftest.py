@@ -1,18 +1,15 @@
 """What holds for every test: which examples Hypothesis tries, that Ctrl-C reaches the tests that
-send it, and that modules are not compiled and old objects not looked through again and again.
+send it, and that old objects are not looked through again and again.
 """
 
 from __future__ import annotations
 
 import gc
-import importlib
 import logging
 import os
 import signal
-import sys
 import zlib
 from collections.abc import Generator, Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -111,34 +108,15 @@ def places(cases: list[pytest.Item]) -> Iterator[int]:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
+def pytest_collection() -> Generator[None, object, object]:
     """Collect no garbage meanwhile: syntax trees of all tests would be looked through again and
     again, which takes 7 s.
     """
     gc.disable()
     try:
-        if hasattr(session.config, "workerinput") and session.config.args == session.config.getini("testpaths"):
-            compile_share(session.config)
         return (yield)
     finally:
         gc.enable()
-
-
-def compile_share(config: pytest.Config) -> None:
-    """Import some of the test modules, other ones than the other workers.
-
-    Pytest rewrites assertions when it imports a module first, and keeps the byte code. All workers
-    import all modules: in a fresh clone each would rewrite nearly all of them.
-    """
-    worker: dict[str, str | int] = config.workerinput  # type: ignore[attr-defined]
-    number, count = int(str(worker["workerid"]).removeprefix("gw")), int(worker["workercount"])
-    tests = config.rootpath / "tests"
-    for path in sorted(tests.rglob("test_*.py"))[number::count]:
-        if sys.path[0] != str(tests):  # as pytest does; a module before may have put others there
-            sys.path.insert(0, str(tests))
-        # What is not installed skips the module, which says so when it is collected.
-        with suppress(ImportError, pytest.skip.Exception):
-            importlib.import_module(".".join(path.relative_to(tests).with_suffix("").parts))
 
 
 def pytest_collection_finish() -> None:
