@@ -19,6 +19,7 @@ from tests.small_llms import make_family
 from quire import AsyncLLM, SamplingParams
 from quire.base.errors import Cancelled, FailedPrecondition
 from quire.channels.pair import channel_pair
+from quire.contracts.channel import Channel
 from quire.contracts.kv_format import KVFormat
 from quire.contracts.ranks import HandOver
 from quire.kv import transfer_verbs
@@ -92,6 +93,14 @@ def both(
     ]
 
 
+def marked(sender: FollowingStates, receiver: FollowingStates, start: int, count: int) -> Channel:
+    """Let ``count`` tokens from ``start`` on be sent; return the receiver's end."""
+    ours, theirs = channel_pair()
+    found = receiver.ranks[0].disagg_prepare_recv(SEQ, count, channel=theirs)
+    sender.ranks[0].disagg_mark_send(SEQ, start, found, ours)
+    return theirs
+
+
 @pytest.mark.parametrize("format", FORMATS, ids=lambda one: f"{one.name}-{one.dtype}")
 @pytest.mark.parametrize(("size", "queries", "heads"), SIZES)
 @pytest.mark.parametrize("others", ["one", "as many", "more"])
@@ -102,13 +111,11 @@ def test_rows_of_all_heads_come(others: str, size: int, queries: int, heads: int
     start, total = chance.choice((0, 5)), chance.randint(8, 30)
     sender.run(start, 0)
     receiver.run(start, 0)
-    ours, theirs = channel_pair()
     steps = cuts(chance, total)
     mark = chance.randrange(len(steps) + 1)
     for number, count in enumerate([*steps, 0]):
         if number == mark:
-            found = receiver.ranks[0].disagg_prepare_recv(SEQ, total, channel=theirs)
-            sender.ranks[0].disagg_mark_send(SEQ, start, found, ours)
+            marked(sender, receiver, start, total)
         sender.run(count, number + 1)
         assert {state.sequence_length(SEQ) for state in receiver.ranks} == {start}
         for side in (sender, receiver):
@@ -128,9 +135,8 @@ def test_a_hand_over_that_ends_leaves_no_page() -> None:
         sender, receiver = both(random.Random(end), 2, 3, 6, 6, FORMATS[0])
         sender.run(0, 0)
         receiver.run(3, 0)
-        ours, theirs = channel_pair()
         used = [state.num_used_pages for state in receiver.ranks]
-        sender.ranks[0].disagg_mark_send(SEQ, 0, receiver.ranks[0].disagg_prepare_recv(SEQ, 9, channel=theirs), ours)
+        marked(sender, receiver, 0, 9)
         sender.run(4, 1)
         receiver.ranks[0].disagg_receive(SEQ, 0)
         side = sender if end.endswith("sender") else receiver
@@ -157,8 +163,7 @@ def test_rows_are_sent_once() -> None:
     sender, receiver = both(random.Random(0), 2, 1, 4, 4, FORMATS[0])
     sender.run(3, 0)
     receiver.run(0, 0)
-    ours, theirs = channel_pair()
-    sender.ranks[0].disagg_mark_send(SEQ, 0, receiver.ranks[0].disagg_prepare_recv(SEQ, 8, channel=theirs), ours)
+    theirs = marked(sender, receiver, 0, 8)
     for number in (1, 2):
         sender.run(2, number)
     sender.run(1, 3)
@@ -175,8 +180,7 @@ def test_all_ranks_refuse_alike() -> None:
     sender, receiver = both(random.Random(0), 2, 2, 4, 4, FORMATS[0])
     sender.run(0, 0)
     receiver.run(0, 0)
-    ours, theirs = channel_pair()
-    sender.ranks[0].disagg_mark_send(SEQ, 0, receiver.ranks[0].disagg_prepare_recv(SEQ, 9, channel=theirs), ours)
+    marked(sender, receiver, 0, 9)
     sender.run(4, 1)
     for state in sender.ranks:
         with pytest.raises(FailedPrecondition, match=r"tokens 0\.\.3 of sequence 7 were sent"):
