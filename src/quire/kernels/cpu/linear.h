@@ -41,9 +41,6 @@ constexpr int PANEL = 32;
 constexpr int MOST_RANGES = 32;
 // What comes so many bytes later is fetched before it is needed.
 constexpr int AHEAD = 4096;
-// Whether weights of BLOCKS are rounded to bfloat16 where there are instructions for its products, but no tiles, and activations are
-// bfloat16, too.
-constexpr bool BLOCKS_IN_PAIRS = true;
 enum Form { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, INT4 = 3, BLOCKS = 4 };
 // In the order of KINDS in quire/weights/block_panels.py.
 enum Kind { Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, MXFP4, F8_E4M3 };

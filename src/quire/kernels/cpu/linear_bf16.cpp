@@ -12,12 +12,21 @@ TARGET_BEGIN("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512bf16,avx2,fma,
 constexpr int MOST_ROWS = 12, MOST_SUMS = 24;
 
 #include "linear_tiles.h"
+#include "linear_code_pairs.h"
 
 extern "C" int quire_slow_pairs();  // linear.cpp
 
 namespace {
 
-__attribute__((noinline)) void by_pairs(LinearCall& call, int64_t thread) { run_form<uint32_t, bfloat16>(call, thread); }
+__attribute__((noinline)) void by_pairs(LinearCall& call, int64_t thread) {
+    switch (call.map->form) {
+        case FLOAT32: return run_items<FLOAT32, float, bfloat16>(call, thread);
+        case BFLOAT16: return run_items<BFLOAT16, uint32_t, bfloat16>(call, thread);
+        case INT8: return run_items<INT8, uint32_t, bfloat16>(call, thread);
+        case INT4: return run_items<INT4, uint32_t, bfloat16>(call, thread);
+        default: return run_codes<ByPairs>(call, thread);
+    }
+}
 
 }  // namespace
 

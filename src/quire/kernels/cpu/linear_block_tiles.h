@@ -1,4 +1,4 @@
-// The products of BLOCKS (linear.h), in the order of FLOAT32, or of BFLOAT16 for products of pairs.
+// The products of BLOCKS (linear.h) and floats, in the order of FLOAT32.
 
 #include "linear_blocks.h"
 
@@ -51,33 +51,30 @@ INLINE void block_tile_of(int64_t rows, const uint8_t* panel, int64_t inputs, co
 }
 #define MULTIPLY_KIND(KIND, ...) block_tile_of<KIND, FEW_BLOCK_ROWS>(__VA_ARGS__)
 
-// Q panels. W: what many rows multiply, floats or pairs.
-template <int Q, typename X>
+// Q panels.
+template <int Q>
 INLINE void sum_block_panels(const Linear& map, int64_t panel, const Sums& sums, float* room, const char* x, int64_t stride, int64_t rows) {
-    using W = std::conditional_t<std::is_same<X, float>::value, float, bfloat16>;
-    if constexpr (std::is_same<X, float>::value)
-        if (rows <= SOME_BLOCK_ROWS) {
-            const int64_t count = (rows + FEW_BLOCK_ROWS - 1) / FEW_BLOCK_ROWS;
-            for (int q = 0; q < Q; q++)
-                for (int64_t i = 0; i < count; i++) {
-                    const int64_t from = rows * i / count;
-                    OF_KIND(block_part(map, panel + q).kind, MULTIPLY_KIND, rows * (i + 1) / count - from, panel_place(map, panel + q), map.inputs,
-                            sums.from(from, q), x + from * stride, stride)
-                }
-            return;
-        }
+    if (rows <= SOME_BLOCK_ROWS) {
+        const int64_t count = (rows + FEW_BLOCK_ROWS - 1) / FEW_BLOCK_ROWS;
+        for (int q = 0; q < Q; q++)
+            for (int64_t i = 0; i < count; i++) {
+                const int64_t from = rows * i / count;
+                OF_KIND(block_part(map, panel + q).kind, MULTIPLY_KIND, rows * (i + 1) / count - from, panel_place(map, panel + q), map.inputs,
+                        sums.from(from, q), x + from * stride, stride)
+            }
+        return;
+    }
     // Weights that come behind these panels, as far as there are any.
     const int64_t panels = (map.outputs + PANEL - 1) / PANEL, most = panels - panel - Q < Q ? panels - panel - Q : Q;
     const char* next = (const char*)panel_place(map, panel + Q);
     const int64_t coming = (const char*)panel_place(map, panel + Q + most) - next;
     const int64_t step = part_of(map.inputs);
-    for (int64_t k = 0; k < map.inputs; k += step, x += step * sizeof(W)) {
+    for (int64_t k = 0; k < map.inputs; k += step, x += step * sizeof(float)) {
         const int64_t inputs = map.inputs - k < step ? map.inputs - k : step;
-        W* const values = (W*)room;
-        for (int q = 0; q < Q; q++) expand_blocks(values + q * BLOCK * PANEL, map, panel + q, k, inputs);
+        for (int q = 0; q < Q; q++) expand_blocks(room + q * BLOCK * PANEL, map, panel + q, k, inputs);
         const Sums to = {sums.to, sums.apart, k == 0, k + step < map.inputs ? Results{} : sums.results};
-        tiles<Q, X>(to, rows, x, stride, (const W*)values, BLOCK * PANEL, (const W*)values, inputs, nullptr, next + coming * k / map.inputs,
-                    coming * inputs / map.inputs);
+        tiles<Q, float>(to, rows, x, stride, (const float*)room, BLOCK * PANEL, (const float*)room, inputs, nullptr, next + coming * k / map.inputs,
+                        coming * inputs / map.inputs);
     }
 }
 

@@ -3,6 +3,8 @@
 //
 // WIDE: there are the instructions of AVX-512; PAIRS: those for bfloat16 (AVX512-BF16).
 
+#pragma once
+
 namespace {
 
 // -- numbers of a group ------------------------------------------------------------------------------------------------
@@ -238,52 +240,15 @@ constexpr int BLOCK_VECTORS = REGISTER == 64 ? 2 : 1;
 // As FLOAT32 lies in a panel.
 struct WriteFloats {
     float* to;
-    WriteFloats of(int first) const { return {to + first * LANES}; }
     template <int I>
     __attribute__((always_inline)) void at(int64_t k, int n, Lanes weights) { store(to + (k + I) * PANEL + n * LANES, weights); }
 };
 
-// To the nearest bfloat16, in the upper halves; weights are numbers.
-INLINE Bits upper_halves(Lanes value) {
-    const Bits bits = (Bits)value;
-    return bits + 0x7fffu + (bits >> 16 & 1u);
-}
-
-#ifdef PAIRS
-// Numbers below 2^-126 become 0, as the products of pairs and tiles read them.
-INLINE Bits pairs_of(Lanes even, Lanes odd) {
-    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-    return (Bits)_mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even));
-}
-#else
-INLINE Bits pairs_of(Lanes even, Lanes odd) { return upper_halves(even) >> 16 | (upper_halves(odd) & 0xffff0000u); }
-#endif
-
-// As BFLOAT16 lies in a panel.
-struct WritePairs {
-    bfloat16* to;
-    Lanes even[BLOCK_VECTORS] = {};
-    WritePairs of(int first) const { return {to + 2 * first * LANES}; }
-    template <int I>
-    __attribute__((always_inline)) void at(int64_t k, int n, Lanes weights) {
-        if constexpr (I % 2 == 0)
-            even[n] = weights;
-        else
-            store(to + (k + I - 1) * PANEL + 2 * n * LANES, pairs_of(even[n], weights));
-    }
-};
-
-template <int KIND, typename WRITE>
-INLINE void expand_group(const uint8_t* panel, int64_t group, WRITE write) {
-    for (int first = 0; first < 2; first += BLOCK_VECTORS) each_weight<KIND, BLOCK_VECTORS>(panel, group, first, write.of(first));
-}
 template <int KIND>
 __attribute__((noinline)) void expand_kind(float* to, const uint8_t* panel, int64_t first, int64_t inputs) {
-    for (int64_t k = 0; k < inputs; k += BLOCK_GROUP) expand_group<KIND>(panel, (first + k) / BLOCK_GROUP, WriteFloats{to + k * PANEL});
-}
-template <int KIND>
-__attribute__((noinline)) void expand_kind(bfloat16* to, const uint8_t* panel, int64_t first, int64_t inputs) {
-    for (int64_t k = 0; k < inputs; k += BLOCK_GROUP) expand_group<KIND>(panel, (first + k) / BLOCK_GROUP, WritePairs{to + k * PANEL});
+    for (int64_t k = 0; k < inputs; k += BLOCK_GROUP)
+        for (int n = 0; n < 2; n += BLOCK_VECTORS)
+            each_weight<KIND, BLOCK_VECTORS>(panel, (first + k) / BLOCK_GROUP, n, WriteFloats{to + k * PANEL + n * LANES});
 }
 
 // Calls function(kind, ...) with a kind that the compiler knows.
@@ -307,8 +272,7 @@ __attribute__((noinline)) void expand_kind(bfloat16* to, const uint8_t* panel, i
 #define EXPAND_KIND(KIND, ...) expand_kind<KIND>(__VA_ARGS__)
 
 // Write the weights of so many inputs of a panel, from ``first`` on, which a group begins.
-template <typename W>
-INLINE void expand_blocks(W* to, const Linear& map, int64_t panel, int64_t first, int64_t inputs) {
+INLINE void expand_blocks(float* to, const Linear& map, int64_t panel, int64_t first, int64_t inputs) {
     const uint8_t* from = panel_place(map, panel);
     OF_KIND(block_part(map, panel).kind, EXPAND_KIND, to, from, first, inputs)
 }

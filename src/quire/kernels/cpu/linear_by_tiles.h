@@ -5,8 +5,7 @@
 //
 // ``Tiles`` is the instructions: those of the processor, or what they mean (tiles_emulated.h).
 
-#include "linear_blocks.h"
-#include "linear_outputs.h"
+#include "linear_code_groups.h"
 #include "tiles.h"
 
 namespace {
@@ -15,10 +14,6 @@ constexpr int SIDE_ROWS = MOST_TILE_ROWS;
 constexpr int MOST_TILED = 2 * SIDE_ROWS;  // rows that are multiplied at once
 constexpr int STEP = 32;                // inputs that are multiplied at once
 constexpr int LINE = PANEL * 2 * sizeof(bfloat16);  // bytes from a tile's row of weights, or of sums, to the next
-// Most inputs that many rows meet at a time: their part of a panel stays in the first cache.
-constexpr int64_t NEAR_INPUTS = 512;
-// Panels that follow each other meanwhile, so that these inputs of the rows stay in the second.
-constexpr int64_t NEAR_PANELS = 8;
 
 // Tiles 0 to 3: sums, two of outputs for each 16 rows. 4 and 5: inputs. 6 and 7: weights.
 struct TileShapes : TileConfig {
@@ -127,7 +122,7 @@ INLINE void run_form_by_tiles(LinearCall& call, int64_t thread) {
     if (call.map->form == BFLOAT16)
         run_by_tiles<Tiles>(call, thread);
     else
-        run_codes_by_tiles<Tiles>(call, thread);
+        run_codes<ByTiles<Tiles>>(call, thread);
 }
 
 }  // namespace

@@ -2,6 +2,8 @@
 //
 // PAIRS: there are instructions for products of bfloat16 pairs, and those of AVX512-VBMI.
 
+#pragma once
+
 namespace {
 
 typedef Several<uint8_t, 64> Bytes;

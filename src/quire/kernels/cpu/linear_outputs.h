@@ -1,5 +1,7 @@
 // From sums to outputs. PAIRS: there are instructions for bfloat16 (AVX512-BF16).
 
+#pragma once
+
 namespace {
 
 #ifdef PAIRS

@@ -340,7 +340,7 @@ namespace {
 template <int Q, int FORM, typename X, bool ODD_FIRST>
 INLINE void sum_panels(const Linear& map, int64_t panel, const Sums& sums, float* room, const char* x, int64_t stride, int64_t rows) {
     constexpr bool is_paired = !std::is_same<X, float>::value;
-    if constexpr (FORM == BLOCKS) return sum_block_panels<Q, X>(map, panel, sums, room + 2 * PANEL, x, stride, rows);
+    if constexpr (FORM == BLOCKS) return sum_block_panels<Q>(map, panel, sums, room + 2 * PANEL, x, stride, rows);
 #ifdef PAIRS
     if constexpr ((FORM == INT8 || FORM == INT4) && is_paired)
         if (rows <= FEW_ROWS) return code_tile_of<FEW_ROWS, Q, FORM>(rows, map, panel, sums, x, stride);
@@ -442,23 +442,23 @@ INLINE void run_items(LinearCall& call, int64_t thread) {
     }
 }
 
-template <typename X, typename T>
+#ifndef PAIRS
+template <typename T>
 INLINE void run_form(LinearCall& call, int64_t thread) {
     switch (call.map->form) {
         case FLOAT32: return run_items<FLOAT32, float, T>(call, thread);
-        case BFLOAT16: return run_items<BFLOAT16, X, T>(call, thread);
-        case INT8: return run_items<INT8, X, T>(call, thread);
-        case INT4: return run_items<INT4, X, T>(call, thread);
-        default: return run_items<BLOCKS, std::conditional_t<BLOCKS_IN_PAIRS, X, float>, T>(call, thread);
+        case BFLOAT16: return run_items<BFLOAT16, float, T>(call, thread);
+        case INT8: return run_items<INT8, float, T>(call, thread);
+        case INT4: return run_items<INT4, float, T>(call, thread);
+        default: return run_items<BLOCKS, float, T>(call, thread);
     }
 }
 
-#ifndef PAIRS
 INLINE void run_call(LinearCall& call, int64_t thread) {
     if (call.map->is_bfloat16)
-        run_form<float, bfloat16>(call, thread);
+        run_form<bfloat16>(call, thread);
     else
-        run_form<float, float>(call, thread);
+        run_form<float>(call, thread);
 }
 #endif
 
