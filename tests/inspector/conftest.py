@@ -14,12 +14,13 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Coroutine, Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import urlsplit
 
+import httpx
 import pytest
 from tests.server.conftest import OPTIONS, TEMPLATE, Served, serving, shallow_copy
 
@@ -47,6 +48,20 @@ FLAGS = (
 )
 PATIENCE = 180_000 if MODEL else 20_000
 """Milliseconds that the page may take for anything: a real model writes for many of them."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+    """Close the sessions that a failed test has left, so that tests behind it do not see them."""
+    report = yield
+    if call.when == "call" and report.failed:
+        from tests.inspector.page_use import close_all  # needs Playwright, which these tests have
+
+        for value in getattr(item, "funcargs", {}).values():
+            if isinstance(value, Served):
+                with suppress(httpx.HTTPError):  # A server that the test has ended has none.
+                    close_all(value.client)
+    return report
 
 
 @pytest.fixture(scope="module")
