@@ -237,13 +237,20 @@ ROPE = (
     Mutant(
         name="longrope-by-the-context-of-the-model",
         file="models/rope_config.py",
-        old="factors=long if context.length > original else short",
-        new="factors=long if context.max_position > original else short",
+        old="is_long = context.length > original",
+        new="is_long = context.max_position > original",
         tests=("models/test_rope_config.py::test_longrope_is_fixed_by_the_longest_sequence",),
     ),
 )
 
 EXPERTS = (
+    Mutant(
+        name="sparse-mixer-shares-with-the-first-expert",
+        file="ops/experts.py",
+        old="near_TX = left_TX.masked_fill",
+        new="near_TX = logits_TX.masked_fill",
+        tests=("models/test_moe_families.py::test_sparse_mixers_choice_is_that_of_transformers",),
+    ),
     Mutant(
         name="renormalisation-dropped",
         file="ops/experts.py",
