@@ -229,6 +229,23 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm": ("Glm", {"head_dim": 8}),
     "glm4": ("Glm4", {"head_dim": 8}),
     "mixtral": ("Mixtral", {**EAGER, "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 9}),
+    "phimoe": (
+        "Phimoe",
+        {
+            **EAGER,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "attention_bias": True,
+            "lm_head_bias": True,
+            "router_jitter_noise": 0.2,
+            "rope_parameters": {
+                **LONGROPE,
+                "short_mscale": 1.2,
+                "long_mscale": 1.4,
+                "original_max_position_embeddings": 128,
+            },
+        },
+    ),
     "qwen2-moe": (
         "Qwen2Moe",
         {**EXPERTS, "shared_expert_intermediate_size": 40, "mlp_only_layers": [1], "norm_topk_prob": True},

@@ -14,7 +14,7 @@ from quire.contracts.linear import BlockRows
 from quire.kernels.linear.cpu_linear import EMULATED, TILES, NativeLinear, NativeMap, native_linear
 from quire.kernels.native_library import native_library
 from quire.weights.block_panels import KINDS, block_rows_of
-from quire.weights.gguf_blocks import BLOCKS, FLOAT8, SIZES
+from quire.weights.gguf_blocks import FLOAT8, NVFP4, SIZES, headed, heads, values_of_rows
 from quire.weights.packed import unpack
 
 best = native_linear()
@@ -34,6 +34,7 @@ SCALES = {
     "Q6_K": (208,),
     "MXFP4": (),
     FLOAT8: (),
+    NVFP4: (),
 }
 """Where the float16 numbers of a block stand, if not at 0 only."""
 
@@ -52,6 +53,11 @@ def rows_of_blocks(kind: str, rows: int, inputs: int, seed: int = 0) -> BlockRow
         scales = (generator.standard_normal(len(raw)) * 10.0 ** generator.uniform(-6, -2, len(raw))).astype(np.float32)
         scales[:3] = 0, 1e-30, 2.0**20
         raw[:, :4] = scales.view(np.uint8).reshape(-1, 4)
+    if kind == NVFP4:
+        raw[:, :4][raw[:, :4] & 0x7F == 0x7F] ^= 1
+        raw[:3, :4] = [[0, 1, 7, 8], [0x80, 0x81, 0xFE, 0x7E], [2, 3, 4, 5]]
+        units = generator.uniform(0.1, 10, (rows, 1)) * 10.0 ** generator.uniform(-6, -2, (rows, 1))
+        return BlockRows("x", kind, headed(torch.from_numpy(raw).view(rows, -1), heads(torch.from_numpy(units))))
     for place in SCALES.get(kind, (0,)):
         scales = (generator.standard_normal(len(raw)) * 10.0 ** generator.uniform(-6, -2, len(raw))).astype(np.float16)
         scales[0] = 0
@@ -60,9 +66,9 @@ def rows_of_blocks(kind: str, rows: int, inputs: int, seed: int = 0) -> BlockRow
 
 
 def values_of(parts: Sequence[BlockRows], inputs: int) -> Tensor:
-    return torch.cat(
-        [BLOCKS[part.kind](part.rows_RB.reshape(-1, SIZES[part.kind][1])).view(-1, inputs) for part in parts]
-    )
+    values = torch.cat([values_of_rows(part.kind, part.rows_RB) for part in parts])
+    assert values.shape[1] == inputs
+    return values
 
 
 def kernel(level: int | None = None) -> NativeLinear:
@@ -190,16 +196,27 @@ def test_what_is_not_kept() -> None:
     four, eight = rows_of_blocks("Q4_0", 40, 64), rows_of_blocks("Q8_0", 32, 64)
     assert kernel().pack_blocks([four, eight], 64, None, torch.float32) is None
     assert kernel().pack_blocks([eight], 64, None, torch.float16) is None
-    other = BlockRows("x", "NVFP4", torch.zeros(32, 36, dtype=torch.uint8))
+    other = BlockRows("x", "Q8_1", torch.zeros(32, 40, dtype=torch.uint8))
     assert kernel().pack_blocks([other], 64, None, torch.float32) is None
 
 
 @pytest.mark.parametrize(
-    ("kind", "place"), [("Q8_0", 0), ("Q5_1", 2), ("Q3_K", 108), ("Q4_K", 2), ("Q6_K", 208), ("MXFP4", 0), (FLOAT8, 2)]
+    ("kind", "place"),
+    [
+        ("Q8_0", 0),
+        ("Q5_1", 2),
+        ("Q3_K", 108),
+        ("Q4_K", 2),
+        ("Q6_K", 208),
+        ("MXFP4", 0),
+        (FLOAT8, 2),
+        (NVFP4, 2),
+        (NVFP4, 6),
+    ],
 )
 def test_scales_that_are_no_numbers_are_refused(kind: str, place: int) -> None:
     part = rows_of_blocks(kind, 32, 256)
-    bad = {"MXFP4": [253, 0x77], FLOAT8: [0, 0x7F]}.get(kind, [0, 0x7C])
+    bad = {"MXFP4": [253, 0x77], FLOAT8: [0, 0x7F], NVFP4: [0, 0x7F]}.get(kind, [0, 0x7C])
     part.rows_RB[3, place : place + 2] = torch.tensor(bad, dtype=torch.uint8)
     with pytest.raises(CheckpointError, match=r"x has a scale in .* that is not finite"):
         kernel().pack_blocks([part], 256, None, torch.float32)

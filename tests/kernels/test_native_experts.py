@@ -280,6 +280,8 @@ ROUTINGS = {
     "groups by two": Routing(top_k=5, groups=8, top_groups=4, group_score="best_two", scores="sigmoid", scale=1.5),
     "in float32": Routing(top_k=5, in_float32=True),
     "one": Routing(top_k=1, renormalise=True),
+    "reach": Routing(top_k=2, reach=0.5),
+    "no reach": Routing(top_k=2, reach=0.0),
 }
 
 
@@ -332,7 +334,7 @@ def test_a_choice_is_that_of_the_reference_ties_included(name: str, dtype: torch
             assert torch.equal(torch.cat([one[1] for one in parts]), experts_TK)
 
 
-@pytest.mark.parametrize("name", ["all", "chosen", "sigmoid", "groups"])
+@pytest.mark.parametrize("name", ["all", "chosen", "sigmoid", "groups", "reach"])
 def test_logits_that_are_no_numbers_lead_to_experts(name: str) -> None:
     native, plain = routers(name, torch.float32, 16, 64, correction=False)
     x_TE = torch.ones(3, 64)

@@ -22,7 +22,7 @@ from quire.models.decoder import Decoder
 from quire.models.fingerprint import kept_formats
 from quire.weights import lazy_parameters
 from quire.weights.block_panels import KINDS
-from quire.weights.gguf_blocks import SIZES
+from quire.weights.gguf_blocks import NVFP4, SIZES
 from quire.weights.packed import multiply, unpack
 
 from .test_native_blocks import rows_of_blocks, values_of
@@ -120,7 +120,7 @@ def test_what_is_not_kept() -> None:
     kernel, eight = TritonBlocks(DEVICE), rows_of_blocks("Q8_0", 32, 64)
     assert kernel.pack_blocks([eight], 64, None, torch.float16) is None
     assert kernel.pack_blocks([eight], 64, None, torch.float64) is None
-    other = BlockRows("x", "NVFP4", torch.zeros(32, 36, dtype=torch.uint8))
+    other = BlockRows("x", "Q8_1", torch.zeros(32, 40, dtype=torch.uint8))
     assert kernel.pack_blocks([eight, other], 64, None, torch.float32) is None
     assert kernel.lossless(torch.ones(32, 32)) is None
     with pytest.raises(InvalidArgument, match="are of blocks of GGUF files, not of int8 weights"):
@@ -130,11 +130,11 @@ def test_what_is_not_kept() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "place"), [("Q8_0", 0), ("Q5_1", 2), ("Q3_K", 108), ("Q4_K", 2), ("Q6_K", 208), ("MXFP4", 0)]
+    ("kind", "place"), [("Q8_0", 0), ("Q5_1", 2), ("Q3_K", 108), ("Q4_K", 2), ("Q6_K", 208), ("MXFP4", 0), (NVFP4, 2)]
 )
 def test_scales_that_are_no_numbers_are_refused(kind: str, place: int) -> None:
     part = rows_of_blocks(kind, 32, 256)
-    bad = [0, 0x7C] if kind != "MXFP4" else [253, 0x77]
+    bad = {"MXFP4": [253, 0x77], NVFP4: [0, 0x7F]}.get(kind, [0, 0x7C])
     part.rows_RB[3, place : place + 2] = torch.tensor(bad, dtype=torch.uint8)
     with pytest.raises(CheckpointError, match=r"x has a scale in .* that is not finite"):
         made([part], 256)

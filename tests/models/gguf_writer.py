@@ -88,13 +88,33 @@ def write_gguf(
     for target, values in converted(config, name, tensors, names).items():
         wanted = next((value for part, value in (kinds or {}).items() if part in target), kind)
         kept = gguf.GGMLQuantizationType[wanted if values.ndim > 1 and "norm" not in target else "F32"]
+        if wanted == "NVFP4" and wanted == kept.name:
+            # As of files that ModelOpt quantised: a number for each matrix.
+            units = torch.linspace(0.01, 0.03, len(values) if values.ndim > 2 else 1)
+            values = values / units.view(-1, *[1] * (values.ndim - 1))
+            writer.add_tensor(target.replace(".weight", ".scale"), units.numpy())
+            writer.add_tensor(target.replace(".weight", ".input_scale"), units.numpy())
         array = values.float().contiguous().numpy()
-        writer.add_tensor(target, gguf.quants.quantize(array, kept), raw_dtype=kept)
+        raw = nvfp4(array) if wanted == kept.name == "NVFP4" else gguf.quants.quantize(array, kept)
+        writer.add_tensor(target, raw, raw_dtype=kept)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def nvfp4(values: Any) -> Any:
+    """Bytes of rows: for each 64 numbers four scales, then codes of each 16, the lower halves of
+    bytes first. The package reads the format, but does not write it."""
+    blocks = values.reshape(*values.shape[:-1], -1, 4, 16)
+    scales = gguf.quants.NVFP4.fp32_to_ue4m3(np.abs(blocks).max(-1) / 6)
+    steps = gguf.quants.NVFP4.ue4m3_to_fp32(scales)[..., None]
+    ratios = np.divide(blocks, steps, out=np.zeros_like(blocks), where=steps != 0)
+    numbers = np.array(gguf.quants.NVFP4.kvalues, np.float32)
+    codes = np.abs(ratios[..., None] - numbers).argmin(-1).astype(np.uint8)
+    packed = (codes[..., :8] | codes[..., 8:] << 4).reshape(*blocks.shape[:-2], 32)
+    return np.concatenate((scales, packed), -1).reshape(*values.shape[:-1], -1)
 
 
 def add_key(writer: gguf.GGUFWriter, key: str, value: Any) -> None:

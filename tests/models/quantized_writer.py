@@ -144,6 +144,32 @@ def gptq(bits: int, group: int, *, order: bool = False, less_one: bool = True, l
     return write
 
 
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The sizes of codes from 0 on; the fourth bit is the sign."""
+
+
+def nvfp4(*, divides: bool) -> Layout:
+    """``divides``: as compressed-tensors writes it, else as ModelOpt."""
+
+    def write(name: str, outputs: int, inputs: int, generator: torch.Generator) -> tuple[Tensors, Tensor]:
+        codes = codes_of((outputs, inputs), generator, 0, 15)
+        scales = scales_of((outputs, inputs // 16), generator, torch.float32, 200.0).to(torch.float8_e4m3fn)
+        one = scales_of((), generator, torch.float32, 1e4 if divides else 1e-4)
+        steps = scales.float() / one if divides else scales.float() * one
+        signed = torch.tensor([*E2M1, *(-one for one in E2M1)])
+        values = signed[codes] * steps.repeat_interleave(16, 1)
+        weight = f"{name}.weight"
+        tensors = {
+            f"{weight}_packed" if divides else weight: (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8),
+            f"{weight}_scale": scales,
+            f"{weight}_global_scale" if divides else f"{weight}_scale_2": one.view(1) if divides else one,
+            f"{name}.input_global_scale" if divides else f"{name}.input_scale": torch.ones(1),
+        }
+        return tensors, values.bfloat16().float() if divides else values
+
+    return write
+
+
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,

@@ -1,8 +1,9 @@
 """Writes ``recorded_values.safetensors``: matrices in quantised layouts, and the values that the
 layouts' own libraries make of them.
 
-Run it as ``python -m tests.models.recorded_values AWQ GPTQ`` where compressed-tensors 0.20.1 and
-bitsandbytes 0.50.2 are installed. AWQ is ``awq/utils/packing_utils.py`` of AutoAWQ 0.2.9, GPTQ is
+Run it as ``python -m tests.models.recorded_values AWQ GPTQ`` where compressed-tensors 0.20.1,
+bitsandbytes 0.50.2 and nvidia-modelopt 0.47.0 are installed. AWQ is
+``awq/utils/packing_utils.py`` of AutoAWQ 0.2.9, GPTQ is
 ``auto_gptq/nn_modules/qlinear/qlinear_cuda.py`` of AutoGPTQ 0.7.1; both run on a CPU.
 """
 
@@ -98,6 +99,37 @@ def floats() -> Iterator[Case]:
             yield compressed_tensors(name, "float-quantized", found, scale, dtype, size)
 
 
+def floats_of_4_bits() -> Iterator[Case]:
+    """By both libraries. The scale of each tensor is one that its own weights make."""
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+    from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
+
+    format, seed = "nvfp4-pack-quantized", torch.Generator().manual_seed(43)
+    given = scheme(4, 16, kind="float", format=format, strategy="tensor_group")
+    parsed, compressor = QuantizationScheme(**given), BaseCompressor.get_value_from_registry(format)
+    for number in range(4):
+        weight = torch.randn(ROWS, COLUMNS, generator=seed).mul_(0.05 * 10.0**-number).bfloat16()
+        most_Og = weight.float().view(ROWS, -1, 16).abs().amax(-1)
+        one = 448 * 6 / weight.float().abs().max().view(1)
+        scales = (most_Og * one / 6).to(torch.float8_e4m3fn).float()
+        state = {"weight": weight, "weight_scale": scales, "weight_global_scale": one}
+        stored = compressor.compress(state, parsed)
+        values = compressor.decompress(stored, parsed)["weight"]
+        named = {f"{NAME}.{name}": tensor for name, tensor in stored.items() if isinstance(tensor, Tensor)}
+        yield f"ct-nvfp4-{number}", section(format, {"a": given}), named, values
+        made, scales, two = NVFP4QTensor.quantize(weight, 16)
+        named = {
+            f"{NAME}.weight": made._quantized_data,
+            f"{NAME}.weight_scale": scales,
+            f"{NAME}.weight_scale_2": two,
+        }
+        dtype = (torch.float32, torch.bfloat16)[number % 2]
+        values = made.dequantize(dtype, scale=scales, double_scale=two, block_sizes={-1: 16})
+        name = f"modelopt-nvfp4-{number}-{str(dtype).removeprefix('torch.')}"
+        yield name, {"quant_method": "modelopt", "quant_algo": "NVFP4"}, named, values
+
+
 def bitsandbytes() -> Iterator[Case]:
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
@@ -144,6 +176,7 @@ def main() -> None:
         *bitsandbytes(),
         *awq_cases(module_of(awq_file, "awq_packing").dequantize_gemm),
         *gptq_cases(module_of(gptq_file, "gptq_layer").QuantLinear),
+        *floats_of_4_bits(),
     ):
         tensors |= {f"{name}/{one}": tensor.contiguous() for one, tensor in stored.items()}
         tensors[f"{name}="] = values.contiguous()

@@ -33,7 +33,7 @@ from quire.models.gguf import ARCHITECTURES as ROWS
 from quire.models.loading import load_model
 from quire.models.sources import open_weights, read_config
 from quire.weights.checkpoint import Checkpoint
-from quire.weights.gguf_blocks import BLOCKS, FLOAT8, SIZES, TYPE_NAMES, GgufBlocks
+from quire.weights.gguf_blocks import BLOCKS, FLOAT8, NVFP4, SIZES, TYPE_NAMES, GgufBlocks, rows_of_file
 from quire.weights.gguf_container import GgufFile, open_gguf, opened
 from quire.weights.lazy_parameters import LazyParameters
 from quire.weights.places import expand
@@ -213,6 +213,9 @@ def test_blocks_have_the_values_of_the_package(kind: str) -> None:
     assert len(blocks) > 3_500
     wanted = gguf.quants.dequantize(blocks.numpy(), gguf.GGMLQuantizationType[kind])
     found = torch.empty(len(blocks), SIZES[kind][0])
+    assert torch.equal(BLOCKS[kind](blocks), torch.from_numpy(wanted))
+    if kind == NVFP4:
+        blocks = rows_of_file(blocks, torch.ones(len(blocks), 1))
     GgufBlocks(kind).expand("x", {"x": blocks}, found)
     assert np.array_equal(found.numpy().view(np.uint32), wanted.view(np.uint32))
     narrow = torch.empty(found.shape, dtype=torch.bfloat16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -186,6 +187,45 @@ def test_experts(case: Case, expanding: pytest.MonkeyPatch, tmp_path: Path) -> N
                 assert llm.model.expanded == {}
         expanding.undo()
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("case", [CASES[0], *EXPERTS], ids=lambda case: case.name)
+def test_numbers_of_tensors_in_nvfp4(case: Case, expanding: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A tensor, or each matrix of a stack, has one that all scales are multiplied by."""
+    made = make_checkpoint(replace(case, changes={**case.changes, "num_experts_per_tok": 3}), tmp_path / "model")
+    kinds = {"exps.bias": "F32", "gate_inp": "F32", "token_embd": "Q4_0"}
+    file = write_gguf(made.path, tmp_path / "model.gguf", "NVFP4", kinds=kinds)
+    down = next(one for one in gguf.GGUFReader(file).tensors if re.fullmatch(r"blk.1.ffn_down.*weight", one.name))
+    units = next(one for one in gguf.GGUFReader(file).tensors if one.name == down.name.replace(".weight", ".scale"))
+    wanted = gguf.quants.dequantize(down.data, gguf.GGMLQuantizationType.NVFP4)
+    wide = torch.from_numpy(wanted) * torch.from_numpy(units.data.copy()).view(-1, *[1] * (wanted.ndim - 1))
+    found = []
+    for is_kept in (False, True):
+        with loaded(file) as llm:
+            found.append(logprobs(llm))
+            assert set(kept_formats(llm.model)) == ({"NVFP4", "Q4_0"} if is_kept else set())
+            mlp: Any = decoder(llm).blocks[1].mlp
+            maps = mlp.experts.down.maps if wide.ndim > 2 else [mlp.down]
+            for one, values in zip(maps, wide.view(-1, *wide.shape[-2:]), strict=True):
+                # Products of three factors, in another order.
+                torch.testing.assert_close(one.plain_weight(), values, rtol=2.0**-22, atol=0)
+        expanding.undo()
+    assert found[0] == found[1]
+
+
+def test_a_wrong_number_of_tensors_in_nvfp4_is_refused(tmp_path: Path) -> None:
+    make_checkpoint(CASES[0], tmp_path / "model")
+    file = write_gguf(tmp_path / "model", tmp_path / "model.gguf", "NVFP4")
+    reader = gguf.GGUFReader(file)
+    unit = next(one for one in reader.tensors if one.name == "blk.1.ffn_gate.scale")
+    data = bytearray(file.read_bytes())
+    data[unit.data_offset : unit.data_offset + 4] = struct.pack("<f", float("inf"))
+    file.write_bytes(data)
+    with (
+        pytest.raises(CheckpointError, match=r"gate_proj.weight has a scale in NVFP4 that is not finite"),
+        loaded(file),
+    ):
+        pass
 
 
 def test_quantisation_is_of_the_expanded_weights(file: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +24,19 @@ from quire.nn.experts import ExpertLinear
 from quire.nn.packed import KernelLinear
 from quire.weights.awq import Awq
 from quire.weights.code_format import CodeFormat
-from quire.weights.gguf_blocks import FLOAT8
+from quire.weights.gguf_blocks import FLOAT8, NVFP4
 from quire.weights.gptq import Gptq
 from quire.weights.integer_codes import IntegerCodes
 from quire.weights.lazy_parameters import LazyParameters
+from quire.weights.nvfp4 import COMPRESSED_TENSORS, MODELOPT
 from quire.weights.packed import FORMS, unpack
 from quire.weights.panels import codes_of, pack_codes
 from quire.weights.safetensors_files import SINGLE_FILE
 from quire.weights.scaled_float8 import ScaledFloat8
 
+from . import test_quantized
 from .conftest import Case, make_checkpoint
-from .quantized_writer import Layout, awq, compressed, float8, gptq, scheme, section, write_quantized
+from .quantized_writer import Layout, awq, compressed, float8, gptq, nvfp4, scheme, section, write_quantized
 from .test_quantized import AWQ, FLOAT, FP8, GPTQ
 
 native = pytest.mark.skipif(native_library() is None, reason="needs the C++ library")
@@ -204,6 +207,8 @@ LAYOUTS: dict[str, tuple[Layout, dict[str, Any], str, CodedFormat]] = {
     "float8 24x96": (float8((24, 96)), {**FP8, "weight_block_size": [24, 96]}, FLOAT8, ScaledFloat8("_scale_inv", (24, 96))),
     "float8": (float8(None), {**FP8, "weight_block_size": None}, FLOAT8, ScaledFloat8("_scale_inv")),
     "float8 tensor": (float8(None, scalar=True), {**FP8, "weight_block_size": None}, FLOAT8, ScaledFloat8("_scale_inv")),
+    "nvfp4": (nvfp4(divides=True), test_quantized.NVFP4, NVFP4, COMPRESSED_TENSORS),
+    "nvfp4 modelopt": (nvfp4(divides=False), test_quantized.MODELOPT, NVFP4, MODELOPT),
     "float8 rounded": (float8(None, "_scale", dtype=torch.bfloat16), section("float-quantized", {"a": FLOAT}), FLOAT8, ScaledFloat8("_scale", rounds=True)),
 }  # fmt: skip
 """With the form of their rows."""
@@ -224,7 +229,8 @@ def test_kept_values_are_the_expanded_ones_before_they_are_rounded(name: str) ->
     assert form == (made.weights.form if form.startswith("int") else made.weights.kinds[0][0])
     wanted = torch.empty(40, 128)
     format.expand("x", stored, wanted)
-    assert torch.equal(unpack(made.weights).to(rows.scales_Rg.dtype).float(), wanted)
+    rounds = {NVFP4: torch.bfloat16 if format is COMPRESSED_TENSORS else torch.float32}
+    assert torch.equal(unpack(made.weights).to(rounds.get(form, rows.scales_Rg.dtype)).float(), wanted)
     # Sums of 128 terms in float32, each within half a unit of the sum of absolute terms.
     x = torch.randn(3, 128, generator=torch.Generator().manual_seed(1))
     off = made(x).double() - x.double() @ unpack(made.weights).double().T
@@ -239,10 +245,12 @@ def unrounded(self: CodeFormat, name: str, stored: Mapping[str, Tensor], out: Te
 
 
 @native
-@pytest.mark.parametrize("name", ["float8 32x64", "float8", "float8 tensor"])
+@pytest.mark.parametrize("name", ["float8 32x64", "float8", "float8 tensor", "nvfp4 modelopt"])
 @pytest.mark.parametrize("case", [MODEL, EXPERTS], ids=["dense", "experts"])
-def test_models_in_floats_of_8_bits_are_kept(tmp_path: Path, name: str, case: Case) -> None:
+def test_models_in_floats_are_kept(tmp_path: Path, name: str, case: Case) -> None:
     layout, given, _, format = LAYOUTS[name]
+    if format is MODELOPT:
+        case = replace(case, changes={**case.changes, "intermediate_size": 128, "moe_intermediate_size": 64})
     path = make_checkpoint(case, tmp_path / "model").path
     quantized, plain = write_quantized(path, tmp_path, layout, given)
     found, model = scores_of(quantized)

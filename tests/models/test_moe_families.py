@@ -1,5 +1,6 @@
-"""Mixtral, Qwen2-MoE, Qwen3-MoE and gpt-oss: the suite of all families on their own cases, ties in
-the router, every spelling of their checkpoints, and what their configurations may not ask for.
+"""Mixtral, PhiMoE, Qwen2-MoE, Qwen3-MoE and gpt-oss: the suite of all families on their own cases,
+ties in the router, every spelling of their checkpoints, and what their configurations may not ask
+for.
 
 Letters: T tokens, V vocabulary, X experts.
 """
@@ -19,22 +20,37 @@ from safetensors.torch import load_file, save_file
 from tests.exact import EqualSums, Float32Bound, run_exactly, run_transformers
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+from transformers.models.phimoe.modeling_phimoe import sparsemixer
 
 from quire.base.errors import CheckpointError, QuireError, Unsupported
+from quire.contracts.experts import Routing
 from quire.models.families import FAMILIES, LoadedModel
 from quire.models.loading import load_model
 from quire.nn.experts import MixtureOfExperts
 from quire.nn.mlp import GatedMLP
 from quire.nn.packed import PackedLinear, can_pack
+from quire.ops.experts import route
 from quire.weights.mxfp4 import MXFP4
 from quire.weights.safetensors_files import SINGLE_FILE
 
 from . import test_parity as parity
-from .conftest import FULL, GEOMETRY, Case, TinyCheckpoint
+from .conftest import FULL, GEOMETRY, LONG_ROPE, Case, TinyCheckpoint
 from .conftest import make_checkpoint as make_any_checkpoint
 from .test_parity import CHUNKINGS, error, run, tokens_for
 
 MIXTRAL = {"num_local_experts": 8, "num_experts_per_tok": 2}
+PHIMOE = {
+    **MIXTRAL,
+    "attention_bias": True,
+    "lm_head_bias": True,
+    "router_jitter_noise": 0.2,
+    "rope_parameters": {
+        **LONG_ROPE,
+        "short_mscale": 1.2,
+        "long_mscale": 1.4,
+        "original_max_position_embeddings": 128,
+    },
+}
 QWEN = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 QWEN2 = {**QWEN, "shared_expert_intermediate_size": 40}
 QWEN3 = {**QWEN, "head_dim": 16, "norm_topk_prob": True}
@@ -59,6 +75,8 @@ CASES = (
     Case("mixtral", "Mixtral", MIXTRAL),
     Case("mixtral-windows-sharded", "Mixtral", {**MIXTRAL, "sliding_window": 9, "head_dim": 12}, sharded=True),
     Case("mixtral-all-tied", "Mixtral", {**MIXTRAL, "num_experts_per_tok": 8, "tie_word_embeddings": True}),
+    Case("phimoe", "Phimoe", PHIMOE),
+    Case("phimoe-windows", "Phimoe", {**MIXTRAL, "sliding_window": 9, "tie_word_embeddings": True}, sharded=True),
     Case("qwen2-moe", "Qwen2Moe", QWEN2),
     Case("qwen2-moe-some", "Qwen2Moe", {**QWEN2, "num_hidden_layers": 5, "decoder_sparse_step": 2, "qkv_bias": False}),
     Case("qwen2-moe-normed", "Qwen2Moe", {**QWEN2, "norm_topk_prob": True, "mlp_only_layers": [0]}),
@@ -93,7 +111,7 @@ ALL_CHOSEN = (
     Case("gpt-oss-all", "GptOss", {**GPT_OSS, "num_experts_per_tok": 6}),
 )
 """Without a choice there is none that rounding could turn over."""
-TIED = ("mixtral", "qwen2-moe", "qwen3-moe", "gpt-oss")
+TIED = ("mixtral", "phimoe", "qwen2-moe", "qwen3-moe", "gpt-oss")
 
 
 def make_checkpoint(case: Case, path: Path) -> TinyCheckpoint:
@@ -149,7 +167,7 @@ def test_ties_in_the_router(tmp_path: Path, name: str) -> None:
     of equal rows are equal; one other choice would be far outside of the bound.
     """
     peer = make_checkpoint(named(name), tmp_path / "untied").model
-    routers = [layer.mlp.router if name == "gpt-oss" else layer.mlp.gate for layer in peer.model.layers]
+    routers = [layer.mlp.router if name in ("gpt-oss", "phimoe") else layer.mlp.gate for layer in peer.model.layers]
     with torch.no_grad():
         for router in routers:
             router.weight[[1, 2, 5]] = router.weight[0].clone()
@@ -177,6 +195,32 @@ def test_ties_in_the_router(tmp_path: Path, name: str) -> None:
     assert error(run(model, tokens_T, [len(tokens_T)]), exact_TV) > 100 * bound
 
 
+@pytest.mark.parametrize("noise", [0.0, 0.01, 0.3])
+def test_sparse_mixers_choice_is_that_of_transformers(noise: float) -> None:
+    """To the bit, ties and logits of zero included."""
+    logits_TX = torch.randn(400, 8, generator=torch.Generator().manual_seed(0))
+    logits_TX[200:] = (logits_TX[200:] * 2).round() / 2
+    weights_TK, experts_TK = sparsemixer(logits_TX, noise, training=False)
+    found = route(logits_TX, Routing(top_k=2, reach=2 * noise))
+    assert torch.equal(found[0], weights_TK)
+    assert torch.equal(found[1], experts_TK)
+    assert noise == 0 or float(found[0].min()) < 0.6
+
+
+def test_magnitudes_of_phimoes_rope_follow_the_length(make_tiny: Callable[[Case], TinyCheckpoint]) -> None:
+    values = json.loads((make_tiny(named("phimoe")).path / "config.json").read_text())
+    values["original_max_position_embeddings"] = values["rope_parameters"]["original_max_position_embeddings"] = 64
+    read = FAMILIES.require("PhimoeForCausalLM").read_config
+    for length, kind, weight in ((64, "short", 1.2), (65, "long", 1.4)):
+        rope = read(values, length).layers[0].rope
+        assert (rope.attention_factor, rope.factors) == (weight, tuple(LONG_ROPE[f"{kind}_factor"]))
+    del values["rope_parameters"]["long_mscale"]
+    with pytest.raises(CheckpointError, match="long_mscale is missing; expected a finite number above 0"):
+        read(values, 64)
+    with pytest.raises(CheckpointError, match="num_experts_per_tok is 3; expected 2, which SparseMixer chooses"):
+        read({**values, "num_experts_per_tok": 3}, 64)
+
+
 @pytest.mark.parametrize(
     ("name", "dense"),
     [
@@ -185,6 +229,7 @@ def test_ties_in_the_router(tmp_path: Path, name: str) -> None:
         ("qwen2-moe-normed", [0]),
         ("qwen3-moe-dense-ends", [0, 2]),
         ("gpt-oss", []),
+        ("phimoe", []),
     ],
 )
 def test_which_layers_have_experts(make_tiny: Callable[[Case], TinyCheckpoint], name: str, dense: list[int]) -> None:
@@ -227,7 +272,7 @@ def test_bfloat16_experts_are_packed_and_take_no_second_place(
 # Checkpoints.
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe-some", "qwen3-moe", "gpt-oss"])
+@pytest.mark.parametrize("name", ["mixtral", "phimoe", "qwen2-moe-some", "qwen3-moe", "gpt-oss"])
 def test_every_spelling_is_the_same_model(
     make_tiny: Callable[[Case], TinyCheckpoint], tmp_path: Path, name: str
 ) -> None:

@@ -37,6 +37,7 @@ from .quantized_writer import (
     float8,
     gptq,
     nf4,
+    nvfp4,
     scheme,
     section,
     write_quantized,
@@ -48,6 +49,11 @@ SMALL_BLOCKS = {**FP8, "weight_block_size": [40, 24]}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
 NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+NVFP4 = section(
+    "nvfp4-pack-quantized",
+    {"a": scheme(4, 16, kind="float", format="nvfp4-pack-quantized", strategy="tensor_group")},
+)
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}
 FLOAT = scheme(8, 0, kind="float", format="float-quantized")
 LAYOUTS: Mapping[str, tuple[Layout, Mapping[str, Any], str]] = {
     "fp8-blocks": (float8((128, 128)), FP8, "float8 128x128"),
@@ -97,6 +103,9 @@ LAYOUTS: Mapping[str, tuple[Layout, Mapping[str, Any], str]] = {
     "gptq-4-order": (gptq(4, 16, order=True), {**GPTQ, "group_size": 16, "desc_act": True}, "gptq int4 group 16"),
     "gptq-8": (gptq(8, 32), {**GPTQ, "bits": 8}, "gptq int8 group 32"),
     "gptq-v2": (gptq(4, 32, less_one=False), {**GPTQ, "checkpoint_format": "gptq_v2"}, "gptq int4 group 32"),
+    "ct-nvfp4": (nvfp4(divides=True), NVFP4, "nvfp4"),
+    "modelopt-nvfp4": (nvfp4(divides=False), MODELOPT, "nvfp4"),
+    "modelopt-fp8": (float8(None, "_scale", scalar=True), {**MODELOPT, "quant_algo": "FP8"}, "float8"),
     "nf4": (nf4(nested=False), NF4, "nf4"),
     "nf4-nested": (nf4(nested=True, dtype=torch.float16), {**NF4, "bnb_4bit_use_double_quant": True}, "nf4"),
 }
@@ -354,7 +363,9 @@ def test_damaged_tensors(
         ({**GPTQ, "checkpoint_format": "marlin"}, Unsupported, 'checkpoint_format is "marlin"'),
         ({**GPTQ, "group_size": 0}, CheckpointError, "group_size is 0; expected a number of 1 or more, or -1"),
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, Unsupported, "load_in_8bit is true"),
-        (section("nvfp4-pack-quantized", {"a": {**scheme(4, 16, kind="float"), "format": None}}), Unsupported, "format is 'nvfp4-pack-quantized'"),
+        (section("mxfp8-quantized", {"a": {**scheme(8, 32, kind="float"), "format": None}}), Unsupported, "format is 'mxfp8-quantized'"),
+        (section("nvfp4-pack-quantized", {"a": {**scheme(4, 32, kind="float"), "format": None}}), Unsupported, "group_size is 32"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, Unsupported, 'quant_algo is "NVFP4_AWQ"'),
         (section("pack-quantized", {"a": scheme(4, 16, kind="float")}), Unsupported, "floats of 4 bits"),
         (section("pack-quantized", {}), CheckpointError, "config_groups is .*; expected an object of groups"),
         (section("pack-quantized", {"a": scheme(4, 16)}, sparsity_config={"format": "sparse-24-bitmask"}), Unsupported, "sparsity_config has the format"),
@@ -369,6 +380,38 @@ def test_what_is_not_read_is_refused_by_name(
     file = quantized / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": given}))
     with pytest.raises(kind, match=message):
+        load_model(quantized, dtype="float32")
+
+
+def test_the_section_of_modelopt_in_a_file_of_its_own(model: Path, tmp_path: Path) -> None:
+    quantized, plain = write_quantized(model, tmp_path, nvfp4(divides=False), MODELOPT)
+    file = quantized / "config.json"
+    config = json.loads(file.read_text())
+    found = config.pop("quantization_config")
+    file.write_text(json.dumps(config))
+    beside = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": found["quant_algo"], "group_size": 16}}
+    (quantized / "hf_quant_config.json").write_text(json.dumps(beside))
+    wanted = parameters_of(plain)
+    assert all(torch.equal(values, wanted[name]) for name, values in parameters_of(quantized).items())
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("weight_global_scale", 0.0, "has 0.0 for all its scales; expected a finite number that is not 0"),
+        ("weight_global_scale", float("nan"), "has nan for all its scales"),
+        ("weight_global_scale", 1e-38, "for all its scales"),
+        ("weight_scale", float("nan"), "has a scale of nan; expected finite scales"),
+    ],
+)
+def test_damaged_numbers_of_nvfp4_are_refused(
+    model: Path, tmp_path: Path, name: str, value: float, message: str
+) -> None:
+    quantized, _ = write_quantized(model, tmp_path, nvfp4(divides=True), NVFP4)
+    stored = load_file(quantized / SINGLE_FILE)
+    stored[f"{GATE}.{name}"].view(-1)[0] = value
+    save_file(stored, quantized / SINGLE_FILE, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=message):
         load_model(quantized, dtype="float32")
 
 

@@ -1,8 +1,8 @@
 """Values of quantised layouts, to the bit those of the libraries that define them.
 
-``recorded_values.safetensors`` has matrices that compressed-tensors, bitsandbytes, AutoAWQ and
-AutoGPTQ quantised or read; ``recorded_values`` wrote it. GGUF's package, and transformers for
-float8 and MXFP4, are asked in other tests.
+``recorded_values.safetensors`` has matrices that compressed-tensors, bitsandbytes, ModelOpt,
+AutoAWQ and AutoGPTQ quantised or read; ``recorded_values`` wrote it. GGUF's package, and
+transformers for float8 and MXFP4, are asked in other tests.
 """
 
 from __future__ import annotations
@@ -73,4 +73,4 @@ def test_values_are_those_of_the_library(tensors: dict[str, Tensor], case: str) 
 
 def test_every_layout_is_recorded() -> None:
     kinds = Counter(name.partition("-")[0] for name in SECTIONS)
-    assert kinds == {"ct": 23, "bnb": 12, "awq": 2, "gptq": 6}
+    assert kinds == {"ct": 27, "bnb": 12, "awq": 2, "gptq": 6, "modelopt": 4}

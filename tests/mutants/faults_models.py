@@ -237,13 +237,20 @@ ROPE = (
     Mutant(
         name="longrope-by-the-context-of-the-model",
         file="models/rope_config.py",
-        old="factors=long if context.length > original else short",
-        new="factors=long if context.max_position > original else short",
+        old="is_long = context.length > original",
+        new="is_long = context.max_position > original",
         tests=("models/test_rope_config.py::test_longrope_is_fixed_by_the_longest_sequence",),
     ),
 )
 
 EXPERTS = (
+    Mutant(
+        name="sparse-mixer-shares-with-the-first-expert",
+        file="ops/experts.py",
+        old="near_TX = left_TX.masked_fill",
+        new="near_TX = logits_TX.masked_fill",
+        tests=("models/test_moe_families.py::test_sparse_mixers_choice_is_that_of_transformers",),
+    ),
     Mutant(
         name="renormalisation-dropped",
         file="ops/experts.py",
@@ -510,6 +517,30 @@ FLOATS_OF_8_BITS = (
     ),
 )
 
+FLOATS_OF_4_BITS = (
+    Mutant(
+        name="nvfp4-without-the-number-of-a-tensor",
+        file="weights/gguf_files.py",
+        old="        if name not in self._parts.places:\n            return torch.ones(*rows, 1)\n",
+        new="        if name:\n            return torch.ones(*rows, 1)\n",
+        tests=("models/test_gguf_blocks.py::test_numbers_of_tensors_in_nvfp4",),
+    ),
+    Mutant(
+        name="nvfp4-multiplied-by-what-divides",
+        file="weights/nvfp4.py",
+        old="1 / found if self.divides and found else found",
+        new="found",
+        tests=("models/test_recorded_values.py::test_values_are_those_of_the_library",),
+    ),
+    Mutant(
+        name="nvfp4-of-a-rank-with-the-heads-of-all-rows",
+        file="weights/lazy_parameters.py",
+        old="place.cut_rows(rows[..., :head])",
+        new="rows[..., :head].narrow(0, 0, len(blocks))",
+        tests=("ranks/test_divided_blocks.py::test_nvfp4_of_gguf_files",),
+    ),
+)
+
 VOCABULARIES = (
     Mutant(
         name="texts-of-a-file-that-are-not-proven",
@@ -541,4 +572,15 @@ VOCABULARIES = (
     ),
 )
 
-MUTANTS = (*NAMES, *KERNELS, *ROPE, *EXPERTS, *ROWS, *CORES, *FAMILIES, *FLOATS_OF_8_BITS, *VOCABULARIES)
+MUTANTS = (
+    *NAMES,
+    *KERNELS,
+    *ROPE,
+    *EXPERTS,
+    *ROWS,
+    *CORES,
+    *FAMILIES,
+    *FLOATS_OF_8_BITS,
+    *FLOATS_OF_4_BITS,
+    *VOCABULARIES,
+)

@@ -14,6 +14,13 @@ HANDOVER = "ranks/test_divided_handover.py"
 
 MUTANTS = (
     Mutant(
+        name="a-rank-without-the-bias-of-its-head",
+        file="models/division.py",
+        old="own = None if bias_V is None else bias_V.narrow(0, start, rows)",
+        new="own = None",
+        tests=("ranks/test_division.py::test_experts_are_divided[phimoe]",),
+    ),
+    Mutant(
         name="ranks-add-a-bias-each",
         file="weights/places.py",
         old="return weights if self.share.rank == 0 else torch.zeros_like(weights)",

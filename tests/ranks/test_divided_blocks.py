@@ -19,7 +19,7 @@ from tests.models.conftest import Case, make_checkpoint
 from tests.models.gguf_writer import write_gguf
 from tests.models.quantized_writer import write_quantized
 from tests.models.test_gguf_blocks import CASES, EXPERTS, KINDS
-from tests.models.test_kept_codes import LAYOUTS, MODEL, compressed, exactly
+from tests.models.test_kept_codes import LAYOUTS, MODEL, MODELOPT, compressed, exactly
 from tests.models.test_parity import run, tokens_for
 from tests.ranks.test_division import check
 from tests.ranks.thread_group import ThreadGroup, on_ranks
@@ -84,6 +84,20 @@ def test_blocks_of_gguf_files(case: Case, size: int, tmp_path: Path, monkeypatch
     assert torch.equal(found, wanted)
 
 
+@pytest.mark.parametrize("case", [CASES[0], EXPERTS[0], EXPERTS[1]])
+def test_nvfp4_of_gguf_files(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit; rows have heads, also where ranks divide their columns."""
+    changes = {**case.changes, "num_experts_per_tok": 3, "moe_intermediate_size": 128}
+    if case is EXPERTS[1]:
+        changes["intermediate_size"] = 128
+    made = make_checkpoint(replace(case, changes=changes), tmp_path / "model")
+    kinds = {"exps.bias": "F32", "gate_inp": "F32"}
+    found, wanted = kept_and_expanded(
+        write_gguf(made.path, tmp_path / "model.gguf", "NVFP4", kinds=kinds), 2, monkeypatch
+    )
+    assert torch.equal(found, wanted)
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_blocks_of_mixers(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of one matrix are gate, x, B, C and time steps, each divided by itself."""
@@ -116,11 +130,13 @@ def test_codes_with_scales(bits: int, group: int, tmp_path: Path, monkeypatch: p
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["float8 32x64", "float8", "float8 tensor"])
-def test_floats_of_8_bits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["float8 32x64", "float8", "float8 tensor", "nvfp4 modelopt"])
+def test_floats_of_8_and_4_bits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the bit; of a row of 64 inputs under one scale each rank has half."""
-    layout, given, _, _ = LAYOUTS[name]
-    wide = {"intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4}
+    layout, given, _, format = LAYOUTS[name]
+    # Each rank has a block of 64 inputs, in NVFP4.
+    head = 32 if format is MODELOPT else 16
+    wide = {"intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": head}
     case = replace(MODEL, changes={**MODEL.changes, **wide})
     quantized, _ = write_quantized(make_checkpoint(case, tmp_path / "model").path, tmp_path, layout, given)
     found, wanted = kept_and_expanded(quantized, 2, monkeypatch)

@@ -89,7 +89,7 @@ def test_more_ranks_than_kv_heads(make_tiny: Any, name: str) -> None:  # noqa: F
     check(make_tiny(next(case for case in CASES if case.name == name)), 4)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe", "qwen3-moe", "gpt-oss"])
+@pytest.mark.parametrize("name", ["mixtral", "phimoe", "qwen2-moe", "qwen3-moe", "gpt-oss"])
 def test_experts_are_divided(tmp_path: Any, name: str) -> None:
     case = next(case for case in mixtures.CASES if case.name.startswith(name))
     check(mixtures.make_checkpoint(case, tmp_path / name), 2)

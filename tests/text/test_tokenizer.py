@@ -317,6 +317,14 @@ def test_no_tokenizer_is_none_and_other_formats_are_refused(tmp_path: Path) -> N
         with pytest.raises(CheckpointError, match=rf"{name} only, but a tokenizer.json is needed.*save_pretrained"):
             Tokenizer.from_directory(tmp_path)
         (tmp_path / name).unlink()
+    own = {"auto_map": {"AutoTokenizer": ["tokenization_chatglm.ChatGLMTokenizer", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(own))
+    (tmp_path / "tokenizer.model").touch()
+    said = (
+        r"code of the checkpoint reads the vocabulary \(tokenization_chatglm.ChatGLMTokenizer\), which is not run: give"
+    )
+    with pytest.raises(CheckpointError, match=said):
+        Tokenizer.from_directory(tmp_path)
     with pytest.raises(NotFound, match="nowhere is not a directory"):
         Tokenizer.from_directory(tmp_path / "nowhere")
 

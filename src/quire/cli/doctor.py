@@ -201,8 +201,8 @@ def _weights() -> Finding:
         "weights",
         f"safetensors and GGUF files in {', '.join((*DTYPES, *(one for one in BLOCKS if one != FLOAT8)))}; on a CPU with the "
         f"C++ library, {', '.join(one for one in KINDS if one != FLOAT8)} are multiplied as they are; all others but the first "
-        f"three are expanded at load; safetensors quantised by {', '.join((*sorted(METHODS), *OWN))}; of these, floats of 8 bits, "
-        "and integers whose scales allow it, are multiplied as they are, and all others are expanded at load",
+        f"three are expanded at load; safetensors quantised by {', '.join((*sorted(METHODS), *OWN))}; of these, floats of 8 bits "
+        "and of 4 (NVFP4), and integers whose scales allow it, are multiplied as they are, and all others are expanded at load",
     )
 
 

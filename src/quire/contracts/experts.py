@@ -39,7 +39,8 @@ class GateForm(NamedTuple):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Routing:
     """The rule that turns logits into K experts and their weights. ``InvalidArgument`` for groups
-    that do not fit, or with ``softmax="chosen"``, which has no scores before the choice."""
+    that do not fit, or with ``softmax="chosen"``, which has no scores before the choice; and for
+    another ``top_k`` than two with a ``reach``."""
 
     top_k: int
     softmax: Literal["all", "chosen"] = "all"
@@ -58,6 +59,10 @@ class Routing:
     """Score of a group: its best expert (DeepSeek-V2), or the sum of its best two (DeepSeek-V3)."""
     scale: float = 1.0
     """Factor of all weights, applied last."""
+    reach: float | None = None
+    """Two experts, one after the other (SparseMixer, arXiv:2409.12136). The weight of each is its
+    softmax share among the experts whose logits are less than this part below it, of its own or of
+    their own size, whichever is more. None: another rule."""
     in_float32: bool = False
     """Whether logits are in float32 or wider for every model dtype; else in the model's."""
 
@@ -66,6 +71,8 @@ class Routing:
             raise InvalidArgument(
                 f"top_groups is {self.top_groups} of {self.groups} groups; expected 1 to {self.groups}"
             )
+        if self.reach is not None and self.top_k != 2:
+            raise InvalidArgument(f"top_k is {self.top_k} with a reach; expected 2")
         if self.softmax == "chosen" and (self.groups > 1 or self.scores != "softmax"):
             raise InvalidArgument("softmax over the chosen logits with groups or sigmoids; expected neither")
 

@@ -52,7 +52,8 @@ class BlockRows:
     kind: str
     """The format, by its name in GGUF."""
     rows_RB: Tensor
-    """uint8 ``[R, bytes of a row]``"""
+    """uint8 ``[R, bytes of a row]``, with a head if the format has one in memory
+    (``gguf_blocks.HEADS``)."""
     is_mapped: bool = False
     """Whether the rows are a part of a file's map, so that their pages may be dropped once they are
     packed."""
@@ -66,13 +67,15 @@ class CodeRows:
     group: int
     """Inputs that share a scale."""
     codes_RI: Tensor
-    """int8 or int16, or float8_e4m3fn"""
+    """int8 or int16, or float8_e4m3fn; uint8 for floats of 4 bits (E2M1)."""
     scales_Rg: Tensor
     """Of any float type."""
     order_I: Tensor | None = None
     """The input of each column, int64; None: they are in order."""
     name: str = ""
     """Of the tensor, in errors."""
+    unit: float = 1.0
+    """What all scales are multiplied by, before the product is rounded to float32."""
 
     def fits(self, least: int, most: int) -> bool:
         """Return True if all codes are within these bounds."""

@@ -49,7 +49,7 @@ class _Routing(ctypes.Structure):
             (name, ctypes.c_int64)
             for name in ("experts", "choices", "is_of_chosen", "is_sigmoid", "is_renormalised", "groups", "top_groups", "is_by_two")
         ),
-        *((name, ctypes.c_double) for name in ("summand", "scale")),
+        *((name, ctypes.c_double) for name in ("summand", "scale", "reach")),
         ("correction", ctypes.c_void_p),
     ]  # fmt: skip
 
@@ -308,7 +308,7 @@ def _routing(routing: Routing, experts: int, correction_X: Tensor | None) -> _Ro
     return _Routing(
         experts, routing.top_k, routing.softmax == "chosen", routing.scores == "sigmoid", routing.renormalise,
         routing.groups, routing.top_groups, routing.group_score == "best_two", routing.summand, routing.scale,
-        _place(correction_X),
+        -1.0 if routing.reach is None else routing.reach, _place(correction_X),
     )  # fmt: skip
 
 

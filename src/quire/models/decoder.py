@@ -83,6 +83,7 @@ class DecoderConfig:
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
+    head_bias: bool = False
     embedding_scale: float = 1.0
     round_embedding_scale: bool = False
     """Round the scale to the model's dtype first, as Gemma's training did."""
@@ -200,7 +201,8 @@ class Trunk:
         """Those of other stages, whose weights have only shape and dtype."""
         self.embedding = _embedding(config, late(parameters, "embed.weight"))
         self.norm = norm
-        self.lm_head = Linear(late(parameters, "embed.weight" if config.tie_embeddings else "head.weight"), name="head")
+        table = late(parameters, "embed.weight" if config.tie_embeddings else "head.weight")
+        self.lm_head = Linear(table, parameters.get("head.bias"), "head")
         self.logits = ShapedLogits(config.logit_scale, config.logit_softcap)
         self.tied = config.tie_embeddings
         self.places: NameTable = {}

@@ -182,7 +182,9 @@ def divide_head(model: Trunk, share: Share) -> None:
     each = -(-len(weight_VE) // share.size)
     start = min(each * share.rank, len(weight_VE))
     rows = min(each, len(weight_VE) - start)
-    model.lm_head = Linear(weight_VE.narrow(0, start, rows), name=model.lm_head.name)
+    bias_V = model.lm_head.bias
+    own = None if bias_V is None else bias_V.narrow(0, start, rows)
+    model.lm_head = Linear(weight_VE.narrow(0, start, rows), own, model.lm_head.name)
 
 
 def join_ranks(model: Trunk, whole: Any, group: Group) -> None:

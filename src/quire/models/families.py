@@ -43,6 +43,7 @@ from quire.models.heads import DraftLayer
 from quire.models.hybrid_decoder import BlockBuilder, HybridDecoder, mixed_block
 from quire.models.mixtral import mixtral_spellings, read_mixtral_config
 from quire.models.mixture import mixture_mlp
+from quire.models.phimoe import phimoe_spellings, read_phimoe_config
 from quire.models.quantized import without_section
 from quire.models.qwen_moe import qwen_moe_spellings, read_qwen2_moe_config, read_qwen3_moe_config
 from quire.models.tensor_names import LLAMA_NAMES, Names, ignorable_names, name_table
@@ -178,6 +179,7 @@ for _name, (_kinds, _read, _names) in DENSE.items():
 _register("GlmForCausalLM", FULL, dense.read_glm_config, dense.glm_spellings, dense.glm_ignorable_names)
 _mixture: Build = partial(Decoder[Any], mlp=mixture_mlp)
 _register("MixtralForCausalLM", WINDOWED, read_mixtral_config, mixtral_spellings, build=_mixture)
+_register("PhimoeForCausalLM", WINDOWED, read_phimoe_config, phimoe_spellings, build=_mixture)
 _register("Qwen2MoeForCausalLM", WINDOWED, read_qwen2_moe_config, qwen_moe_spellings, build=_mixture)
 _register("Qwen3MoeForCausalLM", WINDOWED, read_qwen3_moe_config, qwen_moe_spellings, build=_mixture)
 _gpt_oss: Build = partial(Decoder[Any], mlp=gpt_oss_mlp)
@@ -284,6 +286,7 @@ MODEL_TYPES: Mapping[str, str] = {
     "nemotron_h": "NemotronHForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
     "phi3": "Phi3ForCausalLM",
+    "phimoe": "PhimoeForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3": "Qwen3ForCausalLM",

@@ -233,6 +233,7 @@ def rope_of(
     theta_default: float = DEFAULT_ROPE_THETA,
     partial_default: float | None = None,
     interleaved: bool = False,
+    magnitudes: bool = False,
 ) -> RopeSpec:
     """Call ``read_rope`` with the sizes and the length of ``geometry``."""
     return read_rope(
@@ -244,4 +245,5 @@ def rope_of(
         theta_default=theta_default,
         partial_default=partial_default,
         interleaved=interleaved,
+        magnitudes=magnitudes,
     )

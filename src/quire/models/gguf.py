@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from quire.base.errors import CheckpointError, Unsupported
+from quire.weights.gguf_blocks import NVFP4
 from quire.weights.gguf_container import GgufParts, open_gguf
-from quire.weights.gguf_files import GgufFiles, Origin
+from quire.weights.gguf_files import GgufFiles, Origin, unit_names
 
 TRUNK: Mapping[str, str] = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 """Names of tensors outside of layers, without ``.weight`` and ``.bias``."""
@@ -793,6 +794,7 @@ def open_gguf_weights(path: Path) -> GgufFiles:
         f"blk.{layer}." for layer in range(config["num_hidden_layers"], Metadata(parts).count("block_count"))
     )
     unused = {name for name in parts.places if ROTATION.fullmatch(name) or name.startswith(drafting)}
+    unused |= {unit for name in parts.places if parts.header(name).type == NVFP4 for unit in unit_names(name)}
     return GgufFiles(path, parts, _origins(parts, config, unused), unused)
 
 

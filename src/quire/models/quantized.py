@@ -19,6 +19,7 @@ from quire.weights.awq import Awq
 from quire.weights.gptq import Gptq
 from quire.weights.integer_codes import IntegerCodes
 from quire.weights.nf4 import FourBits
+from quire.weights.nvfp4 import COMPRESSED_TENSORS, MODELOPT
 from quire.weights.scaled_float8 import FLOAT8, ScaledFloat8
 
 SECTION = "quantization_config"
@@ -155,8 +156,8 @@ def _fbgemm(section: ConfigFields) -> Rule:
     return rule
 
 
-PACKED, INTEGERS, FLOATS8 = "pack-quantized", "int-quantized", "float-quantized"
-COMPRESSED = (PACKED, INTEGERS, FLOATS8, "naive-quantized")
+PACKED, INTEGERS, FLOATS8, FLOATS4 = "pack-quantized", "int-quantized", "float-quantized", "nvfp4-pack-quantized"
+COMPRESSED = (PACKED, INTEGERS, FLOATS8, FLOATS4, "naive-quantized")
 
 
 def _compressed(section: ConfigFields) -> Rule:
@@ -204,6 +205,13 @@ def _compressed_group(fields: ConfigFields, format: object) -> Callable[[str, He
             f"{fields.source}: format is {format!r}, which is not supported; expected one of {list(COMPRESSED)}"
         )
     kind, bits = weights.get("type") or "int", weights.count("num_bits", 8)
+    if format == FLOATS4:
+        weights.expect("type", "float")
+        weights.expect("num_bits", 4)
+        weights.expect("group_size", 16)
+        weights.expect("strategy", "tensor_group")
+        weights.expect("symmetric", True)
+        return lambda name, headers: COMPRESSED_TENSORS
     strategy = weights.get("strategy")
     group = weights.get("group_size")
     if strategy is None:
@@ -247,6 +255,23 @@ def _compressed_group(fields: ConfigFields, format: object) -> Callable[[str, He
         )
 
     return made
+
+
+def _modelopt(section: ConfigFields) -> Rule:
+    """NVIDIA's: floats of 4 bits, and of 8 with a scale for all weights or each row. A tensor's
+    type says which."""
+    section.expect("quant_algo", *MODELOPT_ALGORITHMS)
+
+    def rule(name: str, headers: Headers) -> WeightFormat | None:
+        if name not in headers or f"{name}_scale" not in headers:
+            return None
+        kind = headers[name].dtype
+        return ScaledFloat8("_scale") if kind in FLOAT8 else MODELOPT if kind == "U8" else None
+
+    return rule
+
+
+MODELOPT_ALGORITHMS = ("NVFP4", "W4A16_NVFP4", "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "MIXED_PRECISION")
 
 
 def _group_size(section: ConfigFields, field: str, default: int | None = None) -> int:
@@ -329,6 +354,7 @@ METHODS: Mapping[str, Callable[[ConfigFields], Rule]] = {
     "awq": _awq,
     "gptq": _gptq,
     "bitsandbytes": _bitsandbytes,
+    "modelopt": _modelopt,
 }
 """Readers of the section by ``quant_method``."""
 OWN = ("mxfp4",)

@@ -47,6 +47,7 @@ class _Context:
     theta_default: float
     partial_default: float | None
     interleaved: bool
+    magnitudes: bool
 
 
 def read_rope(
@@ -59,6 +60,7 @@ def read_rope(
     theta_default: float = DEFAULT_ROPE_THETA,
     partial_default: float | None = None,
     interleaved: bool = False,
+    magnitudes: bool = False,
 ) -> RopeSpec:
     """Read the RoPE of a model, or of its layers of one type.
 
@@ -80,6 +82,9 @@ def read_rope(
     ``partial_rotary_factor`` if missing. With ``partial_default`` None whole heads rotate, and
     fractions other than 1 are refused. ``proportional`` is an exception: its fraction counts pairs,
     and RoPE has all columns.
+
+    ``magnitudes``: whether ``longrope`` has its attention factors in ``short_mscale`` and
+    ``long_mscale`` (PhiMoE).
 
     Raise ``Unsupported`` with the name of a scaling or parameter that is not computed, and
     ``CheckpointError`` if a parameter is missing or out of range, or if two spellings disagree: the
@@ -104,6 +109,7 @@ def read_rope(
         theta_default=theta_default,
         partial_default=partial_default,
         interleaved=interleaved,
+        magnitudes=magnitudes,
     )
     specs = [
         _rope_spec(ConfigFields(_join(fields, name, given, beside), f"{fields.source}, {name}"), context)
@@ -272,13 +278,14 @@ def _read_longrope(rope: ConfigFields, plain: RopeSpec, context: _Context) -> Ro
         raise rope.error("original_max_position_embeddings", "an integer of 2 or more")
     factor = rope.number("factor", context.max_position / original)
     grown = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-    short, long = (_pair_factors(rope, name, plain.rotary_dim // 2) for name in ("short_factor", "long_factor"))
-    return replace(
-        plain,
-        scaling="longrope",
-        factors=long if context.length > original else short,
-        attention_factor=rope.number("attention_factor", grown),
-    )
+    kinds = ("short", "long")
+    factors = [_pair_factors(rope, f"{kind}_factor", plain.rotary_dim // 2) for kind in kinds]
+    if context.magnitudes:
+        weights = [rope.number(f"{kind}_mscale") for kind in kinds]
+    else:
+        weights = [rope.number("attention_factor", grown)] * 2
+    is_long = context.length > original
+    return replace(plain, scaling="longrope", factors=factors[is_long], attention_factor=weights[is_long])
 
 
 def _pair_factors(rope: ConfigFields, name: str, pairs: int) -> tuple[float, ...]:

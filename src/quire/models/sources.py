@@ -10,7 +10,7 @@ from quire.base.errors import CheckpointError
 from quire.contracts.weights import WeightSource
 from quire.models.config_fields import read_config_file
 from quire.models.gguf import open_gguf_weights, read_gguf_config, read_gguf_generation
-from quire.models.quantized import Quantized
+from quire.models.quantized import SECTION, Quantized, section_of
 from quire.models.spellings import usual_values
 from quire.models.text_parts import says_tied, text_architecture
 from quire.weights.gguf_paths import is_gguf, part_files
@@ -25,6 +25,9 @@ def read_config(path: Path) -> dict[str, Any]:
     if is_gguf(path):
         return read_gguf_config(path)
     values = usual_values(read_config_file(path))
+    beside = read_json(path / "hf_quant_config.json").get("quantization")
+    if isinstance(beside, dict) and section_of(values) is None:  # as ModelOpt wrote it before
+        values[SECTION] = {"quant_method": "modelopt", **beside}
     if text_architecture(values) is not None and not says_tied(values):
         values["tie_word_embeddings"] = not any(name.endswith("lm_head.weight") for name in stored_names(path))
     return values

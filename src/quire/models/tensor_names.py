@@ -64,6 +64,8 @@ def trunk_names(config: DecoderConfig, names: Names = LLAMA_NAMES) -> dict[str, 
     table = {f"{names.trunk}embed_tokens.weight": Place(parameter="embed.weight", shape=(config.vocab_size, width))}
     if not config.tie_embeddings:
         table[f"{names.head}.weight"] = Place(parameter="head.weight", shape=(config.vocab_size, width))
+    if config.head_bias:
+        table[f"{names.head}.bias"] = Place(parameter="head.bias", shape=(config.vocab_size,))
     norms = {f"{names.trunk}norm": "norm"}
     norms |= {f"{layer}{names.norms[ours]}": f"{{}}.{ours}" for ours in BLOCK_NORMS[config.placement]}
     for theirs, ours in norms.items():

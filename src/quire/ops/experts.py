@@ -31,6 +31,8 @@ def route(logits_TX: Tensor, routing: Routing, correction_X: Tensor | None = Non
     Scores are in float32. ``torch.topk`` chooses among the same values as the models' authors do
     (probabilities for ``all``, logits for ``chosen``), so ties, even those made by rounding, give
     the experts that transformers takes. Each token's choice depends on its own row alone."""
+    if routing.reach is not None:
+        return _sparsely(logits_TX.float(), routing.reach)
     if routing.softmax == "chosen":
         best_TK, experts_TK = torch.topk(logits_TX, routing.top_k, dim=-1)
         return _scaled(best_TK.float().softmax(-1), routing), experts_TK
@@ -43,6 +45,19 @@ def route(logits_TX: Tensor, routing: Routing, correction_X: Tensor | None = Non
     if routing.renormalise:
         weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + routing.summand)
     return _scaled(weights_TK, routing), experts_TK
+
+
+def _sparsely(logits_TX: Tensor, reach: float) -> tuple[Tensor, Tensor]:
+    """Choose the best expert, then the best of the others (``Routing.reach``)."""
+    left_TX, weights, experts = logits_TX, [], []
+    for _ in range(2):
+        best_T1, expert_T1 = left_TX.max(-1, keepdim=True)
+        size_TX = logits_TX.abs().clamp(min=best_T1)
+        near_TX = left_TX.masked_fill((best_T1 - logits_TX) / size_TX > reach, float("-inf"))
+        weights.append(near_TX.softmax(-1).gather(-1, expert_T1))
+        experts.append(expert_T1)
+        left_TX = left_TX.scatter(-1, expert_T1, float("-inf"))
+    return torch.cat(weights, -1), torch.cat(experts, -1)
 
 
 def _sigmoid(logits_TX: Tensor) -> Tensor:

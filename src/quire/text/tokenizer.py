@@ -129,8 +129,7 @@ class Tokenizer:
             if not others:
                 return None
             raise CheckpointError(
-                f"{path} has its vocabulary in {', '.join(others)} only, but a tokenizer.json is needed; make one with "
-                f"transformers: AutoTokenizer.from_pretrained({str(path)!r}).save_pretrained({str(path)!r})"
+                f"{path} has its vocabulary in {', '.join(others)} only, but a tokenizer.json is needed; {_way(path)}"
             )
         config = _TokenizerFiles.read(path)
         try:
@@ -387,6 +386,20 @@ class _TokenizerFiles:
             pad_id=next(iter(ids["pad_token_id"]), None),
             chat_templates=_read_chat_templates(path, config, config_file),
         )
+
+
+def _way(path: Path) -> str:
+    """Return what gives a checkpoint a tokenizer.json, in words."""
+    own = _as_mapping(_read_json(path / "tokenizer_config.json").get("auto_map")).get("AutoTokenizer")
+    if own is None:
+        return (
+            f"make one with transformers: AutoTokenizer.from_pretrained({str(path)!r}).save_pretrained({str(path)!r})"
+        )
+    name = next((one for one in (own if isinstance(own, list) else [own]) if one is not None), own)
+    return (
+        f"code of the checkpoint reads the vocabulary ({name}), which is not run: give tokenizer=DIRECTORY with a "
+        "tokenizer.json of the same vocabulary, or the model as a GGUF file, which holds its tokenizer"
+    )
 
 
 def _read_json(file: Path) -> dict[str, Any]:

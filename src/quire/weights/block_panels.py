@@ -4,7 +4,8 @@
 and no scale is changed, so the values are those of ``gguf_blocks`` to the bit.
 
 Letters: R rows (outputs), I inputs; p panels, s stretches of the inputs with a head each, g groups
-of 32 inputs in a stretch, h halves of a group.
+of 32 inputs in a stretch, h halves of a group. Some kinds have one head of a whole row instead,
+at the beginning of a panel (``gguf_blocks.HEADS``).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from quire.contracts.linear import PackedMatrix
-from quire.weights.gguf_blocks import FLOAT8, FP4_VALUES, IQ4_VALUES, SIZES
+from quire.weights.gguf_blocks import FLOAT8, FP4_VALUES, HEADS, IQ4_VALUES, NVFP4, SIZES, nvfp4_steps
 from quire.weights.panels import PANEL
 
 GROUP = 32
@@ -56,20 +57,29 @@ class BlockKind:
         """Bytes for an output: of a head, and of a group's codes, high bits and scales."""
         return 2 * self.units, 4 * self.low, 4 * self.high, self.scale
 
+    @property
+    def row(self) -> int:
+        """Bytes of the head of a whole row, for an output."""
+        return HEADS.get(self.name, 0)
+
     def panel_bytes(self, inputs: int) -> int:
         """Return the bytes of a panel."""
         head, *group = self.sizes
-        return PANEL * (inputs // GROUP * sum(group) + inputs // (GROUP * self.groups) * head)
+        return PANEL * (self.row + inputs // GROUP * sum(group) + inputs // (GROUP * self.groups) * head)
 
     def values(self, panels: Tensor, chosen: tuple[Tensor, Tensor] | None = None) -> Tensor:
         """Return float32 ``[R, I]`` of panels, uint8 ``[p, panel_bytes]``: of all outputs, or of
         the chosen ones by panel and place in it."""
-        head, codes, high, scales = (
+        row, head, codes, high, scales = (
             part.movedim(-2, 1).flatten(0, 1) if chosen is None else part.movedim(-2, 1)[chosen]
             for part in self._parts(panels)
-        )  # [R, s, (g,) numbers, bytes]
+        )  # [R, (s, (g,)) numbers, bytes]
         numbers = self._numbers(codes, high).view(*codes.shape[:3], self.halves, -1)
-        steps, minima = self._scales(head.contiguous(), scales.contiguous())
+        if self.row:
+            units_R2 = row.contiguous().view(torch.float32).squeeze(-1)
+            steps, minima = nvfp4_steps(scales.flatten(1), units_R2).view(scales.shape[:-1]), None
+        else:
+            steps, minima = self._scales(head.contiguous(), scales.contiguous())
         values = numbers * steps.unsqueeze(-1)
         return (values if minima is None else values - minima.unsqueeze(-1)).view(len(codes), -1)
 
@@ -100,13 +110,14 @@ class BlockKind:
         return units[..., 0, :] * steps.float(), units[..., 1, :] * minima.float()
 
     def _parts(self, panels: Tensor) -> Iterator[Tensor]:
-        """Yield views of panels: ``[p, s, (g,) numbers, 32, bytes]`` of head, codes, high bits and
-        scales."""
+        """Yield views of panels: ``[p, (s, (g,)) numbers, 32, bytes]`` of the head of rows, head,
+        codes, high bits and scales."""
+        yield panels[:, : PANEL * self.row].view(len(panels), self.row // 4, PANEL, 4)
         head, *group = self.sizes
-        flat = panels.view(len(panels), -1, PANEL * (head + self.groups * sum(group)))
+        flat = panels[:, PANEL * self.row :].view(len(panels), -1, PANEL * (head + self.groups * sum(group)))
         yield flat[..., : PANEL * head].view(*flat.shape[:-1], self.units, PANEL, 2)
         inside = flat[..., PANEL * head :].view(*flat.shape[:-1], self.groups, PANEL * sum(group))
-        number = 1 if self.units or self.scale == 1 else 4 if self.name == FLOAT8 else 2
+        number = 1 if self.units or self.row or self.scale == 1 else 4 if self.name == FLOAT8 else 2
         widths = [1 if self.low == 8 else 4, 4, number]
         start = 0
         for size, width in zip(group, widths, strict=True):
@@ -139,6 +150,7 @@ KINDS: Mapping[str, BlockKind] = {
         BlockKind("IQ4_NL", 4, table=IQ4_VALUES),
         BlockKind("IQ4_XS", 4, scale=1, units=1, table=IQ4_VALUES),
         BlockKind("MXFP4", 4, scale=1, table=FP4_VALUES),
+        BlockKind(NVFP4, 4, halves=2, table=FP4_VALUES),
         BlockKind(FLOAT8, 8, scale=4),
     )
 }

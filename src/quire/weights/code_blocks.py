@@ -1,8 +1,8 @@
 """Codes of quantised checkpoints as blocks of GGUF files, which kernels multiply.
 
 A code less its zero takes 4, 5 or 8 bits: that decides the format. Floats of 8 bits have one of
-their own, with float32 scales. Letters: R rows, I inputs; b
-blocks of 32 inputs.
+their own, with float32 scales. Floats of 4 bits with scales in 8 bits are NVFP4. Letters: R rows, I
+inputs; b blocks of 32 inputs, or of 64.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quire.contracts.linear import BlockRows, CodeRows
 from quire.weights.block_panels import GROUP
-from quire.weights.gguf_blocks import FLOAT8
+from quire.weights.gguf_blocks import FLOAT8, NVFP4, SIZES, headed, heads, nvfp4_steps
 
 HOLDS = {"Q4_0": 8, "Q5_0": 16, "Q8_0": 128}
 """Codes of a format are from the number below zero to one less than it."""
@@ -32,6 +32,8 @@ def _blocks(part: CodeRows) -> BlockRows | None:
     rows = len(part.codes_RI)
     if part.codes_RI.dtype == torch.float8_e4m3fn:
         return None if part.group % GROUP else _floats(part)
+    if part.codes_RI.dtype == torch.uint8:
+        return _floats_of_4_bits(part)
     kind = next((kind for kind, most in HOLDS.items() if part.fits(-most, most - 1)), None)
     halves = part.scales_Rg.half()
     if kind is None or part.group % GROUP or not torch.equal(halves.float(), part.scales_Rg.float()):
@@ -56,6 +58,32 @@ def _floats(part: CodeRows) -> BlockRows:
     codes = part.codes_RI.contiguous().view(torch.uint8).view(rows, -1, GROUP)
     blocks = torch.cat((scales_Rb.unsqueeze(-1).view(torch.uint8), codes), -1)
     return BlockRows(part.name, FLOAT8, blocks.view(rows, -1))
+
+
+def _floats_of_4_bits(part: CodeRows) -> BlockRows | None:
+    """None for another group than 16, half a block, or a unit that no head holds."""
+    rows, inputs = part.codes_RI.shape
+    # Codes stand for half of what the table has.
+    head_12 = _head(part.unit / 2)
+    if part.group != 16 or inputs % SIZES[NVFP4][0] or head_12 is None:
+        return None
+    scales_Rb4 = part.scales_Rg.contiguous().view(torch.uint8).view(rows, -1, 4)
+    codes = part.codes_RI.view(rows, -1, 4, 2, 8)
+    blocks = torch.cat((scales_Rb4, (codes[..., 0, :] | codes[..., 1, :] << 4).flatten(2)), -1)
+    return BlockRows(part.name, NVFP4, headed(blocks.view(rows, -1), head_12.expand(rows, 2).contiguous()))
+
+
+def _head(unit: float) -> Tensor | None:
+    """Return float32 ``[1, 2]``: the head with which every scale becomes its product with the unit,
+    rounded once; None if there is none, as the sum of two numbers of 20 bits is not the unit
+    itself."""
+    every = torch.arange(127, dtype=torch.uint8).view(1, -1)
+    wanted = (every.view(torch.float8_e4m3fn).double() * unit).float()
+    for near in (1, 1 + 2.0**-40, 1 - 2.0**-40):
+        found = heads(torch.tensor([[unit * near]], dtype=torch.float64))
+        if torch.equal(nvfp4_steps(every, found), wanted):
+            return found
+    return None
 
 
 def _bytes_of_bits(bits_RbG: Tensor) -> Tensor:

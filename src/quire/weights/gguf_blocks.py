@@ -4,7 +4,7 @@
 values of ``gguf.quants.dequantize`` to the bit. Letters: N blocks, B bytes of a block.
 
 ``FLOAT8`` is in no GGUF file: a float32 scale and 32 floats of 8 bits, which ``code_blocks`` makes
-of safetensors files.
+of safetensors files. In memory a row may have a head before its blocks (``HEADS``).
 """
 
 from __future__ import annotations
@@ -115,10 +115,46 @@ HALVES: Mapping[str, tuple[int, ...]] = {
 """Where the float16 numbers of a block stand, if not at 0 only."""
 MOST_POWER = 252
 """The largest scale of MXFP4 with which all values are finite."""
+NVFP4 = "NVFP4"
+HEADS: Mapping[str, int] = {NVFP4: 8}
+"""Bytes before the blocks of a row in memory, which no file has there: two float32 numbers. A scale
+of the row is multiplied by their sum."""
+MOST_NVFP4 = 480.0 * 12
+"""The largest scale in 8 bits, times the largest number of a code."""
+
+
+def heads(units: Tensor) -> Tensor:
+    """Return float32 ``[..., R, 2]``: heads of rows whose scales are multiplied by ``units``,
+    float32 or float64 ``[..., R, 1]``.
+
+    Both numbers have 20 bits, so that their products with the four bits of a scale are exact, and
+    only their sum is rounded. It makes no difference whether a compiler fuses them.
+    """
+    high = (units.float().view(torch.int32) & -16).view(torch.float32)
+    low = ((units - high).float().view(torch.int32) + 8 & -16).view(torch.float32)
+    return torch.cat((high, low), -1)
+
+
+def headed(rows: Tensor, heads: Tensor) -> Tensor:
+    """Return rows of blocks ``[..., R, B]`` with heads before them."""
+    return torch.cat((heads.view(torch.uint8), rows), -1)
+
+
+def values_of_rows(kind: str, rows_RB: Tensor) -> Tensor:
+    """Return float32 ``[R, I]`` of rows as they lie in memory."""
+    head, size = HEADS.get(kind, 0), SIZES[kind][1]
+    blocks_NB = rows_RB[:, head:].reshape(-1, size)
+    if not head:
+        return BLOCKS[kind](blocks_NB).view(len(rows_RB), -1)
+    units_R2 = rows_RB[:, :head].contiguous().view(torch.float32)
+    return _nvfp4_by(blocks_NB, units_R2.repeat_interleave(len(blocks_NB) // len(rows_RB), 0)).view(len(rows_RB), -1)
 
 
 def has_finite_scales(kind: str, rows_RB: Tensor) -> bool:
-    """Return True if all values of rows of blocks are finite."""
+    """Return True if all values of rows, as they lie in memory, are finite."""
+    if kind == NVFP4:
+        units_R2 = rows_RB[:, : HEADS[kind]].contiguous().view(torch.float32)
+        return bool(torch.isfinite(units_R2.sum(-1) * MOST_NVFP4).all())
     blocks_NB = rows_RB.reshape(-1, SIZES[kind][1])
     if kind == "MXFP4":
         return not bool((blocks_NB[:, 0] > MOST_POWER).any())
@@ -148,13 +184,13 @@ class GgufBlocks:
     def expand(self, name: str, stored: Mapping[str, Tensor], out: Tensor) -> None:
         """See ``WeightFormat``. Values are rounded to the dtype of ``out``."""
         (found,) = stored.values()
-        numbers, size = SIZES[self.name]
-        blocks_NB, values = found.reshape(-1, size), BLOCKS[self.name]
+        rows_RB = found.reshape(-1, found.shape[-1])
         # A part of a parameter's rows is contiguous.
-        target, step = out.view(-1, numbers), max(1, EXPANDED // numbers)
-        for first in range(0, len(blocks_NB), step):
+        target = out.view(len(rows_RB), -1)
+        step = max(1, EXPANDED // max(1, target.shape[1]))
+        for first in range(0, len(rows_RB), step):
             part = target[first : first + step]
-            expanded = values(blocks_NB[first : first + step])
+            expanded = values_of_rows(self.name, rows_RB[first : first + step])
             if not all(map(math.isfinite, (float(one) for one in torch.aminmax(expanded)))):
                 raise CheckpointError(f"{name} has a scale in {self.name} that is not finite; the file is damaged")
             part.copy_(expanded)
@@ -290,13 +326,33 @@ def _mxfp4(blocks: Tensor) -> Tensor:
 
 
 def _nvfp4(blocks: Tensor) -> Tensor:
-    scales = blocks[:, :4]
-    exponent, mantissa = scales >> 3 & 15, (scales & 7).float()
-    small, usual = mantissa * 2.0**-9, (1 + mantissa / 8) * _powers(exponent.int() - 7)
-    step = torch.where(exponent == 0, small, usual) * 0.5
-    step = torch.where((scales == 0) | (scales == 0x7F), 0.0, step).unsqueeze(-1)
+    return values_of_rows(NVFP4, rows_of_file(blocks, torch.ones(len(blocks), 1, device=blocks.device)))
+
+
+def rows_of_file(rows: Tensor, units: Tensor) -> Tensor:
+    """Return rows of NVFP4 as they lie in memory, of rows in a GGUF file ``[..., R, B]``.
+    ``units``: float32 ``[..., R, 1]``, which the file has for its tensors.
+
+    ggml reads no sign of a scale, and 0x7F as 0.
+    """
+    blocks = rows.reshape(*rows.shape[:-1], -1, SIZES[NVFP4][1])
+    scales = torch.where(blocks[..., :4] == 0x7F, 0, blocks[..., :4] & 0x7F)
+    return headed(torch.cat((scales, blocks[..., 4:]), -1).flatten(-2), heads(units / 2))
+
+
+def _nvfp4_by(blocks: Tensor, units: Tensor) -> Tensor:
+    """Return values of blocks in rows with the heads ``units``, ``[N or 1, 2]``."""
     codes = _bits(blocks[:, 4:].reshape(-1, 4, 8), 0, 4, mask=15).reshape(-1, 4, 16)
-    return (step * _looked_up(codes, FP4_VALUES)).flatten(1)
+    return (nvfp4_steps(blocks[:, :4], units).unsqueeze(-1) * _looked_up(codes, FP4_VALUES)).flatten(1)
+
+
+def nvfp4_steps(scales: Tensor, units: Tensor) -> Tensor:
+    """Return float32 of scales in 8 bits ``[N, scales]``, multiplied by the heads ``[N or 1, 2]``
+    of their rows."""
+    exponent, mantissa = scales >> 3 & 15, (scales & 7).float()
+    size = torch.where(exponent == 0, mantissa * 2.0**-9, (1 + mantissa / 8) * _powers(exponent.int() - 7))
+    signed = torch.where(scales > 0x7F, -size, size)
+    return signed * units[:, :1] + signed * units[:, 1:]
 
 
 def _steps_of_float8(blocks: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from quire.base.errors import CheckpointError, Unsupported
 from quire.contracts.weights import TensorHeader, WeightFormat
 from quire.weights.floats import DTYPES, FLOATS
-from quire.weights.gguf_blocks import BLOCKS, GgufBlocks
+from quire.weights.gguf_blocks import BLOCKS, NVFP4, GgufBlocks, rows_of_file
 from quire.weights.gguf_container import GgufParts
 from quire.weights.mapped_pages import drop_pages
 
@@ -81,12 +81,14 @@ class GgufFiles:
         return GgufBlocks(kind)
 
     def read(self, name: str) -> Tensor:
-        """See ``WeightSource``. Blocks are rows of bytes."""
+        """See ``WeightSource``. Blocks are rows of bytes as they lie in memory."""
         origin = self._origins[name]
         if self._expands(origin):
             return origin.change(*map(self._expanded, origin.tensors))
         raw = [self._raw(one) for one in origin.tensors]
         made = origin.change(*raw)
+        if self.tensors[name].dtype == NVFP4:
+            made = rows_of_file(made, origin.change(*map(self._units, origin.tensors)))
         if not self.is_mapped(made):
             for tensor in raw:
                 drop_pages(tensor)
@@ -142,6 +144,28 @@ class GgufFiles:
         name = f"{self._parts.places[tensor].path}: {tensor}"
         form = FLOATS if header.type in DTYPES else GgufBlocks(header.type)
         raw = self._raw(tensor)
-        form.expand(name, {tensor: raw}, values)
+        rows = rows_of_file(raw, self._units(tensor)) if header.type == NVFP4 else raw
+        form.expand(name, {tensor: rows}, values)
         drop_pages(raw)
         return values
+
+    def _units(self, tensor: str) -> Tensor:
+        """Return float32 ``[..., R, 1]``: what the file has for the scales of a tensor's rows."""
+        rows, (name, _) = self._parts.header(tensor).shape[:-1], unit_names(tensor)
+        if name not in self._parts.places:
+            return torch.ones(*rows, 1)
+        found = self._raw(name)
+        stacks = rows[:-1]
+        if found.dtype != torch.float32 or found.numel() not in (1, math.prod(stacks)):
+            raise CheckpointError(
+                f"{self._parts.places[name].path}: {name} has {found.numel()} numbers in {self._parts.header(name).type}; "
+                f"expected one, or one for each of {math.prod(stacks)} matrices, in F32"
+            )
+        return found.view(*stacks, 1, 1).expand(*rows, 1) if found.numel() > 1 else found.view(()).expand(*rows, 1)
+
+
+def unit_names(tensor: str) -> tuple[str, str]:
+    """Return the names of what the scales of a tensor in NVFP4 are multiplied by, and of the same
+    for activations, which is not read."""
+    stem = tensor.removesuffix(".weight")
+    return f"{stem}.scale", f"{stem}.input_scale"

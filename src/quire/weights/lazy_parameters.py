@@ -21,7 +21,7 @@ from quire.contracts.linear import BlockRows, CodeRows
 from quire.contracts.weights import CodedFormat
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.floats import Floats
-from quire.weights.gguf_blocks import SIZES, GgufBlocks
+from quire.weights.gguf_blocks import HEADS, SIZES, GgufBlocks
 from quire.weights.gguf_files import GgufFiles
 from quire.weights.mapped_pages import drop_pages
 from quire.weights.places import Place, parameter_dtypes, parameter_shapes
@@ -167,7 +167,7 @@ class LazyParameters(Mapping[str, Tensor]):
         """Return rows of a tensor; None if a rank's part of them does not consist of blocks."""
         source, kind = self._checkpoint.source, place.format.name
         if self._read_last[0] != name:  # the next matrix of a stack is in the same tensor
-            rows = place.cut_stored(source.read(name), *SIZES[kind])
+            rows = _cut_blocks(kind, source.read(name), place)
             if rows is None:
                 return None
             self._read_last = name, rows
@@ -268,6 +268,15 @@ class _Lazy:
     memory: weakref.ref[NDArray[np.uint8]] | None
     held: torch.UntypedStorage | None
     """Of a parameter without memory, so that no other one takes its address."""
+
+
+def _cut_blocks(kind: str, rows: Tensor, place: Place) -> Tensor | None:
+    """Return the rank's part of rows of blocks; None if it does not consist of blocks."""
+    head = HEADS.get(kind, 0)
+    if not head or place.whole is None:
+        return place.cut_stored(rows, *SIZES[kind])
+    blocks = place.cut_stored(rows[..., head:], *SIZES[kind])
+    return None if blocks is None else torch.cat((place.cut_rows(rows[..., :head]), blocks), -1)
 
 
 def _cut(made: CodeRows, place: Place) -> CodeRows | None:

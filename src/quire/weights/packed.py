@@ -16,7 +16,7 @@ from torch import Tensor
 from quire.contracts.linear import PackedMatrix, WeightForm
 from quire.weights.block_panels import block_rows_of, unpack_blocks
 from quire.weights.float8 import Float8Rows, rounded_rows
-from quire.weights.gguf_blocks import BLOCKS, SIZES
+from quire.weights.gguf_blocks import HEADS, SIZES, values_of_rows
 from quire.weights.panels import PANEL, Bfloat16Panels, Float32Panels, Int4Panels, Int8Panels
 
 
@@ -68,19 +68,15 @@ def unpack(packed: PackedMatrix) -> Tensor:
     if packed.order_I is not None:
         return unpack(replace(packed, order_I=None))[:, packed.order_I.argsort()]
     if packed.form == "rows":
-        return torch.cat([_values(kind, rows_RB) for kind, rows_RB in kept_parts(packed)])
+        return torch.cat([values_of_rows(kind, rows_RB) for kind, rows_RB in kept_parts(packed)])
     return unpack_blocks(packed) if packed.form == "blocks" else FORMS[packed.form].unpack(packed)
 
 
 def kept_parts(packed: PackedMatrix) -> list[tuple[str, Tensor]]:
     """Return the formats of "rows", and their blocks, uint8 ``[R, bytes of a row]``."""
-    sizes = [packed.inputs // SIZES[kind][0] * SIZES[kind][1] for kind, _ in packed.kinds]
+    sizes = [HEADS.get(kind, 0) + packed.inputs // SIZES[kind][0] * SIZES[kind][1] for kind, _ in packed.kinds]
     parts = torch.split(packed.values, [rows * size for (_, rows), size in zip(packed.kinds, sizes, strict=True)])
     return [(kind, part.view(rows, -1)) for (kind, rows), part in zip(packed.kinds, parts, strict=True)]
-
-
-def _values(kind: str, rows_RB: Tensor) -> Tensor:
-    return BLOCKS[kind](rows_RB.reshape(-1, SIZES[kind][1])).view(len(rows_RB), -1)
 
 
 def rows_of(packed: PackedMatrix, outputs_T: Tensor) -> Tensor:

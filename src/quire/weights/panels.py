@@ -166,7 +166,7 @@ def pack_codes(parts: Sequence[CodeRows]) -> PackedMatrix | None:
     None for floats, if a scale is no bfloat16, if a code has more bits or is -128, or if the parts
     or their groups do not fit.
     """
-    if any(part.codes_RI.is_floating_point() for part in parts):
+    if any(part.codes_RI.is_floating_point() or part.codes_RI.dtype == torch.uint8 for part in parts):
         return None
     bits, inputs = parts[0].bits, parts[0].codes_RI.shape[1]
     form = Int4Panels() if bits == 4 else Int8Panels()

@@ -21,6 +21,7 @@ struct Routing {
     int64_t is_of_chosen, is_sigmoid, is_renormalised;
     int64_t groups, top_groups, is_by_two;
     double summand, scale;
+    double reach;             // below 0: none
     const float* correction;  // [X], or null
 };
 }
@@ -71,9 +72,26 @@ inline void keep_best_groups(const Routing& routing, float* scores, Scored* queu
     }
 }
 
+// The best expert, then the best of the others, the first among equals.
+inline void route_sparsely(const Routing& routing, const float* logits, float* weights, int64_t* chosen) {
+    for (int64_t k = 0; k < 2; k++) {
+        const auto is_left = [&](int64_t x) { return k == 0 || x != chosen[0]; };
+        int64_t best = is_left(0) ? 0 : 1;
+        for (int64_t x = best + 1; x < routing.experts; x++)
+            if (is_left(x) && logits[x] > logits[best]) best = x;
+        double sum = 0;
+        for (int64_t x = 0; x < routing.experts; x++) {
+            const float below = logits[best] - logits[x], size = std::max(std::fabs(logits[x]), logits[best]);
+            if (is_left(x) && !(below / size > (float)routing.reach)) sum += std::exp(-(double)below);
+        }
+        chosen[k] = best, weights[k] = (float)(1 / sum);
+    }
+}
+
 // ``logits`` are overwritten.
 inline void route(const Routing& routing, float* logits, float* weights, int64_t* chosen) {
     const int64_t experts = routing.experts, choices = routing.choices;
+    if (routing.reach >= 0) return route_sparsely(routing, logits, weights, chosen);
     float corrected[MOST_EXPERTS];
     Scored queue[MOST_EXPERTS], inside[MOST_EXPERTS];
     float* by = logits;

@@ -12,18 +12,20 @@
 // which spreads to two vectors of bfloat16 pairs. A word of INT4 is eight inputs of one output: input 2p + s from bit 16s + 4p on.
 // Scales: [panels][I / group][32] bfloat16.
 //
-// BLOCKS keeps codes and scales of files: GGUF's, and 8-bit floats (F8_E4M3). Maps that share a matrix may differ in kind: each is a part, of whole panels but for
-// the last. A group is 32 inputs: its codes, the high bits of these, its scales. BLOCK_SHAPES has their sizes. Kinds with units have
-// eight groups behind a head.
+// BLOCKS keeps codes and scales of files: GGUF's, and 8-bit floats (F8_E4M3). Maps that share a matrix may differ in kind: each is a
+// part, of whole panels but for the last. A group is 32 inputs: its codes, the high bits of these, its scales. BLOCK_SHAPES has their
+// sizes. Kinds with units have eight groups behind a head. NVFP4 has one head at the beginning of a panel.
 //
 //   codes      words of 32 bits, [4][32] of 4 bits or [2][32] of 2 bits; [32][32] bytes, input by input: of Q8_0 in two's complement,
 //              of F8_E4M3 the floats themselves
 //   high bits  words, [32] of one bit or [2][32] of two
 //              Words j of B bits have inputs 32j / B on: input 2p + s of them from bit 16s + Bp on.
 //   scales     [32] float16, of kinds with minima [2][32], the second added; MXFP4 [32] bytes, of 2^(byte - 128); F8_E4M3
-//              [32] float32. With units: Q4_K, Q5_K [32] bytes of scales and [32] of minima; IQ4_XS [32] signed bytes; Q3_K, Q6_K [2][32] of them, of 16 inputs each; Q2_K
-//              [2][32] bytes of both, the minimum in the upper half
-//   head       [32] float16, which the scales are multiples of; of kinds with minima the same of these, which are subtracted, behind it
+//              [32] float32; NVFP4 [2][32] floats of 8 bits, of 16 inputs each. With units: Q4_K, Q5_K [32] bytes of scales and [32]
+//              of minima; IQ4_XS [32] signed bytes; Q3_K, Q6_K [2][32] of them, of 16 inputs each; Q2_K [2][32] bytes of both, the
+//              minimum in the upper half
+//   head       [32] float16, which the scales are multiples of; of kinds with minima the same of these, which are subtracted, behind it;
+//              of NVFP4 [2][32] float32 of 20 bits: a scale's products with both are exact, and their sum is the scale
 
 #pragma once
 
@@ -43,7 +45,7 @@ constexpr int MOST_RANGES = 32;
 constexpr int AHEAD = 4096;
 enum Form { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, INT4 = 3, BLOCKS = 4 };
 // In the order of KINDS in quire/weights/block_panels.py.
-enum Kind { Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, MXFP4, F8_E4M3 };
+enum Kind { Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, MXFP4, NVFP4, F8_E4M3 };
 
 }  // namespace
 
@@ -123,15 +125,18 @@ struct BlockShape {
     int scale, units;  // bytes of a group's scales for an output; float16 numbers of a head for an output
     bool has_minima, is_halved;  // is_halved: a scale is of 16 inputs
     int offset;                  // is subtracted from a code
+    int row = 0;                 // bytes of a head of all inputs for an output
     // Bytes of a number among a group's scales.
-    constexpr int scale_bytes() const { return units || scale == 1 ? 1 : scale == 4 && !has_minima ? 4 : 2; }
+    constexpr int scale_bytes() const { return units || row || scale == 1 ? 1 : scale == 4 && !has_minima ? 4 : 2; }
     constexpr int64_t codes_size() const { return PANEL * BLOCK_GROUP / 8 * low; }
     constexpr int64_t high_size() const { return PANEL * BLOCK_GROUP / 8 * high; }
     constexpr int64_t group_size() const { return codes_size() + high_size() + PANEL * scale; }
     constexpr int64_t head_size() const { return 2 * PANEL * units; }
     constexpr int64_t head(int64_t group) const { return units ? group / 8 * (head_size() + 8 * group_size()) : 0; }
-    constexpr int64_t group(int64_t group) const { return group * group_size() + (units ? (group / 8 + 1) * head_size() : 0); }
-    constexpr int64_t panel_size(int64_t inputs) const { return inputs / BLOCK_GROUP * group_size() + inputs / (8 * BLOCK_GROUP) * head_size(); }
+    constexpr int64_t group(int64_t group) const { return PANEL * row + group * group_size() + (units ? (group / 8 + 1) * head_size() : 0); }
+    constexpr int64_t panel_size(int64_t inputs) const {
+        return PANEL * row + inputs / BLOCK_GROUP * group_size() + inputs / (8 * BLOCK_GROUP) * head_size();
+    }
 };
 
 constexpr BlockShape BLOCK_SHAPES[] = {
@@ -148,6 +153,7 @@ constexpr BlockShape BLOCK_SHAPES[] = {
     {4, 0, 2, 0, false, false, 0},   // IQ4_NL
     {4, 0, 1, 1, false, false, 0},   // IQ4_XS
     {4, 0, 1, 0, false, false, 0},   // MXFP4
+    {4, 0, 2, 0, false, true, 0, 8},  // NVFP4
     {8, 0, 4, 0, false, false, 0},   // F8_E4M3
 };
 // A float of 8 bits is read as a float16 of the same bits, which is so many times smaller; scales are as much larger.
@@ -158,7 +164,8 @@ constexpr float FP4_NUMBERS[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -
 
 // What a code stands for, before its scale.
 constexpr float block_number(int64_t kind, int code) {
-    return kind == IQ4_NL || kind == IQ4_XS ? IQ4_NUMBERS[code] : kind == MXFP4 ? FP4_NUMBERS[code] : (float)(code - BLOCK_SHAPES[kind].offset);
+    if (kind == IQ4_NL || kind == IQ4_XS) return IQ4_NUMBERS[code];
+    return kind == MXFP4 || kind == NVFP4 ? FP4_NUMBERS[code] : (float)(code - BLOCK_SHAPES[kind].offset);
 }
 
 INLINE const BlockPart& block_part(const Linear& map, int64_t panel) {
@@ -209,6 +216,10 @@ INLINE float block_value(int64_t kind, const uint8_t* panel, int64_t input, int6
     else
         value = block_number(kind, bits(codes, shape.low) | (shape.high ? bits(high, shape.high) << shape.low : 0));
     if (kind == MXFP4) return value * power_one(scales[output]);
+    if (kind == NVFP4) {
+        const float scale = float8_one(scales[i / 16 * PANEL + output]) * F8_FACTOR;
+        return value * (scale * loaded<float>(panel + 4 * output) + scale * loaded<float>(panel + 4 * (PANEL + output)));
+    }
     if (!shape.units) {
         value *= half_one(scales + 2 * output);
         return shape.has_minima ? value + half_one(scales + 2 * PANEL + 2 * output) : value;

@@ -183,6 +183,9 @@ INLINE void read_scales(Lanes (&scale)[V], Lanes (&minimum)[V], const uint8_t* s
     for (int n = 0; n < V; n++) {
         if constexpr (KIND == MXFP4) {
             scale[n] = from_powers(scales + n * LANES);
+        } else if constexpr (KIND == NVFP4) {
+            const Lanes found = from_floats8(scales + half * PANEL + n * LANES) * F8_FACTOR;
+            scale[n] = found * loaded<Lanes>(head + 4 * n * LANES) + found * loaded<Lanes>(head + 4 * (PANEL + n * LANES));
         } else if constexpr (KIND == F8_E4M3) {
             scale[n] = loaded<Lanes>(scales + 4 * n * LANES) * F8_FACTOR;
         } else if constexpr (!SHAPE.units) {
@@ -212,7 +215,7 @@ INLINE void each_weight(const uint8_t* panel, int64_t group, int first, USE&& us
     const uint8_t *from = panel + SHAPE.group(group), *codes = from + first * (SHAPE.low == 8 ? LANES : 64);
     const uint8_t *high = from + SHAPE.codes_size() + first * 64;
     const uint8_t* scales = from + SHAPE.codes_size() + SHAPE.high_size() + first * LANES * SHAPE.scale_bytes();
-    const uint8_t* head = panel + SHAPE.head(group) + 2 * first * LANES;
+    const uint8_t* head = panel + SHAPE.head(group) + (SHAPE.row ? 4 : 2) * first * LANES;
     if (first == 0)
         for (int64_t byte = 0; byte < SHAPE.group_size(); byte += 64) __builtin_prefetch(from + byte + AHEAD, 0, 3);
     Lanes scale[V] = {}, minimum[V] = {};
@@ -267,6 +270,7 @@ __attribute__((noinline)) void expand_kind(float* to, const uint8_t* panel, int6
         case IQ4_NL: function(IQ4_NL, __VA_ARGS__); break; \
         case IQ4_XS: function(IQ4_XS, __VA_ARGS__); break; \
         case MXFP4: function(MXFP4, __VA_ARGS__); break; \
+        case NVFP4: function(NVFP4, __VA_ARGS__); break; \
         default: function(F8_E4M3, __VA_ARGS__);         \
     }
 #define EXPAND_KIND(KIND, ...) expand_kind<KIND>(__VA_ARGS__)

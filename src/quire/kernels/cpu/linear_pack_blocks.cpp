@@ -17,7 +17,10 @@ struct PackBlocks {
     std::atomic<int> is_damaged;
 };
 
-constexpr int64_t BLOCK_BYTES[] = {18, 20, 22, 24, 34, 84, 110, 144, 176, 210, 18, 136, 17, 36};
+constexpr int64_t BLOCK_BYTES[] = {18, 20, 22, 24, 34, 84, 110, 144, 176, 210, 18, 136, 17, 36, 36};
+// Groups of a block.
+template <int KIND>
+constexpr int GROUPS = BLOCK_SHAPES[KIND].units ? 8 : KIND == NVFP4 ? 2 : 1;
 
 // Bits of eight bytes, WIDTH of each from bit ``shift`` on, side by side.
 template <int WIDTH>
@@ -63,7 +66,11 @@ INLINE void put_words(uint8_t* to, const uint8_t* from, int shift) {
 template <int KIND>
 INLINE void put_codes(uint8_t* to, uint8_t* high, const uint8_t* block, int g) {
     constexpr BlockShape SHAPE = BLOCK_SHAPES[KIND];
-    if constexpr (!SHAPE.units || KIND == IQ4_XS) {
+    if constexpr (KIND == NVFP4) {
+        // Of each 16 inputs the lower halves of eight bytes, then the upper ones.
+        const uint8_t* from = block + 4 + 16 * g;
+        for (int word = 0; word < 4; word++) store(to + 4 * word * PANEL, in_halves<4>(eight_bits<4>(from + word / 2 * 8, word % 2 * 4)));
+    } else if constexpr (!SHAPE.units || KIND == IQ4_XS) {
         // The lower halves of 16 bytes, then the upper ones.
         const uint8_t* from = block + BLOCK_BYTES[KIND] - 16 * (SHAPE.units ? 8 - g : 1);
         for (int word = 0; word < 4; word++) store(to + 4 * word * PANEL, in_halves<4>(eight_bits<4>(from + word % 2 * 8, word / 2 * 4)));
@@ -90,7 +97,7 @@ INLINE void read_scales(Scales& scales, const uint8_t* block) {
     constexpr BlockShape SHAPE = BLOCK_SHAPES[KIND];
     std::memcpy(scales.head, block + (KIND == Q2_K ? 80 : KIND == Q3_K ? 108 : KIND == Q6_K ? 208 : 0), 2 * SHAPE.units);
     if constexpr (!SHAPE.units) {
-        std::memcpy(scales.of[0], block, SHAPE.scale);
+        for (int g = 0; g < GROUPS<KIND>; g++) std::memcpy(scales.of[g], block + g * SHAPE.scale, SHAPE.scale);
     } else if constexpr (KIND == Q2_K || KIND == Q6_K) {
         for (int i = 0; i < 16; i++) scales.of[i / 2][i % 2] = block[(KIND == Q2_K ? 0 : 192) + i];
     } else if constexpr (KIND == Q3_K) {
@@ -137,6 +144,7 @@ INLINE bool is_half(const uint8_t* from) { return (loaded<uint16_t>(from) & 0x7c
 template <int KIND>
 INLINE bool is_finite(const Scales& scales) {
     constexpr BlockShape SHAPE = BLOCK_SHAPES[KIND];
+    if (KIND == NVFP4) return true;  // those of rows are asked
     if (KIND == MXFP4) return scales.of[0][0] < 253;  // 12 * 2^(252 - 128) is
     if (KIND == F8_E4M3) return __builtin_isfinite(loaded<float>(scales.of[0]) * 448);
     const uint8_t* halves = SHAPE.units ? scales.head : scales.of[0];
@@ -146,24 +154,30 @@ INLINE bool is_finite(const Scales& scales) {
 template <int KIND>
 INLINE void pack_panel(PackBlocks& call, int64_t panel) {
     constexpr BlockShape SHAPE = BLOCK_SHAPES[KIND];
-    constexpr int GROUPS = SHAPE.units ? 8 : 1;
     const int64_t first = panel * PANEL, outputs = call.outputs - first < PANEL ? call.outputs - first : PANEL;
-    const int64_t size = SHAPE.panel_size(call.inputs), blocks = call.inputs / (BLOCK_GROUP * GROUPS);
+    const int64_t size = SHAPE.panel_size(call.inputs), blocks = call.inputs / (BLOCK_GROUP * GROUPS<KIND>);
     uint8_t* const to = call.to + panel * size;
     if (outputs < PANEL) std::memset(to, 0, size);
     bool is_whole = true;
+    if constexpr (SHAPE.row > 0)
+        for (int64_t o = 0; o < outputs; o++) {
+            const uint8_t* const row = call.rows + (first + o) * call.stride;
+            for (int i = 0; i < SHAPE.row; i += 4) std::memcpy(to + i * PANEL + 4 * o, row + i, 4);
+            // The largest scale times the largest number.
+            is_whole &= __builtin_isfinite((loaded<float>(row) + loaded<float>(row + 4)) * 480 * 12);
+        }
     Scales found;
     for (int64_t b = 0; b < blocks; b++) {
-        uint8_t* const head = to + SHAPE.head(b * GROUPS);
-        const uint8_t* const column = call.rows + first * call.stride + b * BLOCK_BYTES[KIND];
+        uint8_t* const head = to + SHAPE.head(b * GROUPS<KIND>);
+        const uint8_t* const column = call.rows + first * call.stride + SHAPE.row + b * BLOCK_BYTES[KIND];
         if constexpr (SHAPE.low == 8) turn_bytes(to + SHAPE.group(b), column + SHAPE.scale, call.stride, outputs);
         for (int64_t o = 0; o < outputs; o++) {
             const uint8_t* const block = column + o * call.stride;
             read_scales<KIND>(found, block);
             is_whole &= is_finite<KIND>(found);
             for (int unit = 0; unit < SHAPE.units; unit++) std::memcpy(head + 2 * (unit * PANEL + o), found.head + 2 * unit, 2);
-            for (int g = 0; g < GROUPS; g++) {
-                uint8_t* const codes = to + SHAPE.group(b * GROUPS + g);
+            for (int g = 0; g < GROUPS<KIND>; g++) {
+                uint8_t* const codes = to + SHAPE.group(b * GROUPS<KIND> + g);
                 uint8_t *const high = codes + SHAPE.codes_size(), *const scales = high + SHAPE.high_size();
                 if constexpr (SHAPE.low < 8) put_codes<KIND>(codes + 4 * o, high + 4 * o, block, g);
                 constexpr int BYTES = SHAPE.scale_bytes();
@@ -212,6 +226,7 @@ CLONES void pack_blocks(void* data) {
         case IQ4_NL: return pack_panels<IQ4_NL>(call);
         case IQ4_XS: return pack_panels<IQ4_XS>(call);
         case MXFP4: return pack_panels<MXFP4>(call);
+        case NVFP4: return pack_panels<NVFP4>(call);
         default: return pack_panels<F8_E4M3>(call);
     }
 }

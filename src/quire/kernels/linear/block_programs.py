@@ -25,6 +25,21 @@ def signed_at(at):
 
 
 @triton.jit
+def float_at(at):
+    """Return the float32 at an address."""
+    low = bits_at(at, 0, 8) | bits_at(at + 1, 0, 8) << 8
+    return (low | bits_at(at + 2, 0, 8) << 16 | bits_at(at + 3, 0, 8) << 24).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def float8_at(at):
+    """Return the float of 8 bits at an address, divided by 256: the float16 of the same bits."""
+    code = tl.load(at).to(tl.uint16)
+    half = ((code & 0x80) << 8 | (code & 0x7F) << 7).to(tl.uint16)
+    return half.to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
 def bits_at(at, shift, WIDTH: tl.constexpr):
     """Return some bits of the byte at an address."""
     return tl.load(at).to(tl.int32) >> shift & (1 << WIDTH) - 1
@@ -64,6 +79,8 @@ def codes_of(block, group, i_G, KIND: tl.constexpr):
         return bits_at(block + 2 + i_G % 16, i_G // 16 * 4, 4)
     elif KIND == "IQ4_XS":
         return bits_at(block + 8 + group * 16 + i_G % 16, i_G // 16 * 4, 4)
+    elif KIND == "NVFP4":
+        return bits_at(block + 4 + group * 16 + i_G // 16 * 8 + i_G % 8, i_G % 16 // 8 * 4, 4)
     else:
         tl.static_assert(KIND == "MXFP4")
         return bits_at(block + 1 + i_G % 16, i_G // 16 * 4, 4)
@@ -80,21 +97,18 @@ def six_bits(at, group):
 
 
 @triton.jit
-def values_of(block, group, i_G, table, KIND: tl.constexpr):
-    """Return float32 ``[N, G]`` of a group of the blocks at ``[N, 1]``. ``table``: int8, the
-    numbers of codes of IQ4, then of MXFP4."""
+def values_of(block, row, group, i_G, table, KIND: tl.constexpr):
+    """Return float32 ``[N, G]`` of a group of the blocks at ``[N, 1]``, in rows at ``[N, 1]``.
+    ``table``: int8, the numbers of codes of IQ4, then of E2M1."""
     if KIND == "Q8_0":
         numbers = signed_at(block + 2 + i_G)
     elif KIND == "F8_E4M3":
-        # The bits of a float16 that is 256 times smaller.
-        code = tl.load(block + 4 + i_G).to(tl.uint16)
-        half = ((code & 0x80) << 8 | (code & 0x7F) << 7).to(tl.uint16)
-        numbers = half.to(tl.float16, bitcast=True).to(tl.float32)
+        numbers = float8_at(block + 4 + i_G)
     else:
         codes = codes_of(block, group, i_G, KIND)
         if KIND == "IQ4_NL" or KIND == "IQ4_XS":
             numbers = tl.load(table + codes).to(tl.float32)
-        elif KIND == "MXFP4":
+        elif KIND == "MXFP4" or KIND == "NVFP4":
             numbers = tl.load(table + 16 + codes).to(tl.float32)
         else:
             numbers = codes.to(tl.float32)
@@ -121,9 +135,10 @@ def values_of(block, group, i_G, table, KIND: tl.constexpr):
         power = tl.where(power < 2, 1 << 21 + power, power - 1 << 23).to(tl.float32, bitcast=True)
         return numbers * power
     elif KIND == "F8_E4M3":
-        low = bits_at(block, 0, 8) | bits_at(block + 1, 0, 8) << 8
-        step = low | bits_at(block + 2, 0, 8) << 16 | bits_at(block + 3, 0, 8) << 24
-        return numbers * (step.to(tl.float32, bitcast=True) * 256)
+        return numbers * (float_at(block) * 256)
+    elif KIND == "NVFP4":
+        step = float8_at(block + half) * 256
+        return numbers * (step * float_at(row) + step * float_at(row + 4))
     elif KIND == "Q4_1" or KIND == "Q5_1":
         return numbers * half_at(block) + half_at(block + 2)
     else:
@@ -133,7 +148,7 @@ def values_of(block, group, i_G, table, KIND: tl.constexpr):
 @triton.jit
 def multiply_blocks(
     y, x, blocks, bias, table, ends, x_stride, y_stride, count, outputs, INPUTS: tl.constexpr, KIND: tl.constexpr,
-    NUMBERS: tl.constexpr, BYTES: tl.constexpr, BIAS: tl.constexpr, MAPS: tl.constexpr, X: tl.constexpr,
+    NUMBERS: tl.constexpr, BYTES: tl.constexpr, HEAD: tl.constexpr, BIAS: tl.constexpr, MAPS: tl.constexpr, X: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Multiply a tile of rows by some outputs. ``MAPS`` 0: all rows by the blocks at ``blocks``;
@@ -156,12 +171,12 @@ def multiply_blocks(
         m = first + tl.arange(0, M)
         n = tl.program_id(1) * N + tl.arange(0, N)
         i_G = tl.arange(0, 32)
-        row_N = rows + tl.minimum(n, outputs - 1).to(tl.int64) * (INPUTS // NUMBERS * BYTES)
+        row_N = rows + tl.minimum(n, outputs - 1).to(tl.int64) * (HEAD + INPUTS // NUMBERS * BYTES)
         x_MG = x + m.to(tl.int64)[:, None] * x_stride + i_G[None, :]
         sums_MN = tl.zeros([M, N], tl.float32)
         for k in tl.range(0, INPUTS // 32, loop_unroll_factor=4):
-            block_N = row_N + k * 32 // NUMBERS * BYTES
-            w_NG = values_of(block_N[:, None], k % (NUMBERS // 32), i_G[None, :], table, KIND)
+            block_N = row_N + HEAD + k * 32 // NUMBERS * BYTES
+            w_NG = values_of(block_N[:, None], row_N[:, None], k % (NUMBERS // 32), i_G[None, :], table, KIND)
             values_MG = tl.load(x_MG + k * 32, mask=m[:, None] < stop, other=0.0)
             sums_MN = tl.dot(values_MG, tl.trans(w_NG.to(x.dtype.element_ty)), sums_MN, input_precision="ieee")
         if BIAS:
@@ -173,14 +188,15 @@ def multiply_blocks(
 @triton.jit
 def read_rows(
     out, wanted, blocks, table, count, first, outputs, INPUTS: tl.constexpr, KIND: tl.constexpr,
-    NUMBERS: tl.constexpr, BYTES: tl.constexpr, N: tl.constexpr,
+    NUMBERS: tl.constexpr, BYTES: tl.constexpr, HEAD: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Write a group of some wanted rows that lie at ``blocks``, the first of which is ``first``."""
     n, k, i_G = tl.program_id(0) * N + tl.arange(0, N), tl.program_id(1), tl.arange(0, 32)
     row_N = tl.load(wanted + n, mask=n < count, other=-1) - first
     held_N = (n < count) & (row_N >= 0) & (row_N < outputs)
     row_N = tl.where(held_N, row_N, 0)
-    block_N = blocks + row_N.to(tl.int64) * (INPUTS // NUMBERS * BYTES) + k * 32 // NUMBERS * BYTES
-    w_NG = values_of(block_N[:, None], k % (NUMBERS // 32), i_G[None, :], table, KIND)
+    at_N = blocks + row_N.to(tl.int64) * (HEAD + INPUTS // NUMBERS * BYTES)
+    block_N = at_N + HEAD + k * 32 // NUMBERS * BYTES
+    w_NG = values_of(block_N[:, None], at_N[:, None], k % (NUMBERS // 32), i_G[None, :], table, KIND)
     to_NG = out + n.to(tl.int64)[:, None] * INPUTS + k * 32 + i_G[None, :]
     tl.store(to_NG, w_NG.to(out.dtype.element_ty), mask=held_N[:, None])

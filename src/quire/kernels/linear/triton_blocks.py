@@ -21,7 +21,7 @@ from quire.contracts.linear import BlockRows, CodeRows, LinearMap, PackedMatrix,
 from quire.kernels.linear.ordered_map import by_blocks
 from quire.kernels.triton_support import known_dtypes, on_device_of
 from quire.weights.block_panels import GROUP, KINDS
-from quire.weights.gguf_blocks import FP4_VALUES, IQ4_VALUES, SIZES, has_finite_scales
+from quire.weights.gguf_blocks import FP4_VALUES, HEADS, IQ4_VALUES, SIZES, has_finite_scales
 from quire.weights.packed import kept_parts
 
 FEW, MANY = 16, 64
@@ -187,4 +187,7 @@ def _tile(rows: int) -> int:
 def _sizes(kind: str, tile: int) -> dict[str, Any]:
     numbers, size = SIZES[kind]
     # A product that is fused with a sum would be another weight.
-    return {"KIND": kind, "NUMBERS": numbers, "BYTES": size, "M": tile, "N": tile, "enable_fp_fusion": False}
+    head = HEADS.get(kind, 0)
+    return {
+        "KIND": kind, "NUMBERS": numbers, "BYTES": size, "HEAD": head, "M": tile, "N": tile, "enable_fp_fusion": False,
+    }  # fmt: skip
