@@ -362,7 +362,7 @@ CHECKPOINTS = (
     ),
     Mutant(
         name="written-states-given-up",
-        file="engine/reclaimed.py",
+        file="engine/reclaim.py",
         old="        for seq in branches.written():\n            ages.pop(seq, None)\n",
         new="",
         tests=("engine/test_checkpoints.py::test_sessions_that_were_written_into_keep_their_states",),
