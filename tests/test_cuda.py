@@ -361,9 +361,9 @@ def test_state_that_comes_back_is_what_was_given_up(cpu: LLM, gpu: LLM) -> None:
     arrived = {layer: threading.Event() for layer in rows}
     thread = threading.Thread(target=load)
     thread.start()
-    runner.transfers[seq] = Arriving(arrived)
+    runner.loads[seq] = Arriving(arrived)
     found = runner.execute(Step(chunks=(Chunk(seq, [7]), Chunk(other, [7])), awaited=(seq,))).logits_RV[0]
-    del runner.transfers[seq]
+    del runner.loads[seq]
     thread.join()
     state.finish_import(seq)
     again = state.open_export(seq)

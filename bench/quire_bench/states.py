@@ -76,7 +76,7 @@ class CountingRunner:
     def __init__(self, inner: Runner) -> None:
         self.inner = inner
         self.model, self.state, self.room = inner.model, inner.state, inner.room
-        self.adapters, self.transfers = inner.adapters, inner.transfers
+        self.adapters, self.loads = inner.adapters, inner.loads
         self.row_sources, self.logits, self.files = inner.row_sources, inner.logits, inner.files
         self.fault = inner.fault
         self.tokens = 0

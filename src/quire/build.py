@@ -1,4 +1,6 @@
-"""Putting an engine together: the only place that knows every concrete class."""
+"""Builds an engine or an executor from a configuration: model, KV state, runner, store. No other
+module knows every concrete class.
+"""
 
 from __future__ import annotations
 

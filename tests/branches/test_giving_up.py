@@ -12,17 +12,17 @@ import pytest
 
 from quire.base.finalizers import FinalizerQueue
 from quire.base.interrupts import Lock
-from quire.runner.reclaim import Rank, Room
+from quire.runner.reclaim import ReclaimKind, Room
 
 
 class Owner:
     """It has some things of each rank."""
 
-    def __init__(self, log: list[tuple[str, Rank]], name: str, **things: int) -> None:
+    def __init__(self, log: list[tuple[str, ReclaimKind]], name: str, **things: int) -> None:
         self.log, self.name = log, name
-        self.things = {Rank[rank]: count for rank, count in things.items()}
+        self.things = {ReclaimKind[rank]: count for rank, count in things.items()}
 
-    def reclaim_one(self, rank: Rank) -> bool:
+    def reclaim_one(self, rank: ReclaimKind) -> bool:
         if not self.things.get(rank):
             return False
         self.things[rank] -= 1
@@ -34,7 +34,7 @@ class Owner:
 
 
 def test_ranks_go_before_owners() -> None:
-    log: list[tuple[str, Rank]] = []
+    log: list[tuple[str, ReclaimKind]] = []
     room = Room()
     first, second = Owner(log, "a", IDLE=1, PREFIXES=2), Owner(log, "b", FINALIZERS=1, STATES=1, SCARCE_STATES=1)
     room.join(first)
@@ -43,13 +43,13 @@ def test_ranks_go_before_owners() -> None:
     while room.make():
         pass
     ranks = [rank for _, rank in log]
-    assert ranks == sorted(ranks, key=list(Rank).index)
+    assert ranks == sorted(ranks, key=list(ReclaimKind).index)
     assert len(log) == 6
     assert not room.make()
 
 
 def test_one_thing_at_a_time() -> None:
-    log: list[tuple[str, Rank]] = []
+    log: list[tuple[str, ReclaimKind]] = []
     room, owner = Room(), Owner(log, "a", PREFIXES=3)
     room.join(owner)
     assert room.make()
@@ -57,19 +57,19 @@ def test_one_thing_at_a_time() -> None:
 
 
 def test_a_call_that_asks_gives_up_orphans_only() -> None:
-    log: list[tuple[str, Rank]] = []
+    log: list[tuple[str, ReclaimKind]] = []
     room = Room()
     asker, other = Owner(log, "asker", FINALIZERS=1, SCARCE_STATES=1, PREFIXES=1), Owner(log, "other", IDLE=1)
     room.join(asker)
     room.join(other)
     while room.make(asker):
         pass
-    assert log == [("asker", Rank.FINALIZERS), ("other", Rank.IDLE)]
+    assert log == [("asker", ReclaimKind.FINALIZERS), ("other", ReclaimKind.IDLE)]
     assert room.make()
 
 
 def test_owners_are_not_held_and_may_leave() -> None:
-    log: list[tuple[str, Rank]] = []
+    log: list[tuple[str, ReclaimKind]] = []
     room, left = Room(), Owner(log, "left", IDLE=1)
     room.join(left)
     room.leave(left)

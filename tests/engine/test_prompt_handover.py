@@ -14,7 +14,7 @@ from quire import LLM
 from quire.base.errors import Cancelled, FailedPrecondition, NotFound
 from quire.channels.pair import channel_pair
 from quire.engine.handover import IncomingPrompts, send_prompt
-from quire.runner.reclaim import Rank
+from quire.runner.reclaim import ReclaimKind
 from quire.sessions.preparation import cache_key
 
 KEY = cache_key(None)
@@ -121,8 +121,8 @@ def test_refusals(make_llm: Callable[..., LLM], llama: Checkpoint) -> None:
         send_prompt(engine_of(sender), ids, key=KEY, adapter=None, begin=7, position_map=incoming.map, channel=ours)
     assert engine_of(sender).runner.state.empty()
     assert prompts.reclaimable() == [incoming.seq]
-    assert not prompts.reclaim_one(Rank.PREFIXES)
-    assert prompts.reclaim_one(Rank.IDLE)
+    assert not prompts.reclaim_one(ReclaimKind.PREFIXES)
+    assert prompts.reclaim_one(ReclaimKind.IDLE)
     with pytest.raises(NotFound, match="its pages were needed"):
         prompts.finish(incoming)
     with pytest.raises(FailedPrecondition, match="the prefix cache is off"):

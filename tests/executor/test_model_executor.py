@@ -33,7 +33,7 @@ from quire.base.errors import (
 from quire.contracts.executor import DecodeInput, ExecutorState, ModelAssets, PrefillInput
 from quire.executor.executor import Executor
 from quire.executor.forward_packing import pack
-from quire.runner.reclaim import Rank
+from quire.runner.reclaim import ReclaimKind
 
 # -- equalities ------------------------------------------------------------------------------------
 
@@ -375,8 +375,8 @@ def test_reclaim_is_asked_before_refusing(llama: Tiny) -> None:
     cached = [ex.prefill(prompt(some_ids(PAGE))).kv_cache for _ in range(2)]
 
     class Owner:
-        def reclaim_one(self, rank: Rank) -> bool:
-            if rank is not Rank.IDLE or not cached:
+        def reclaim_one(self, rank: ReclaimKind) -> bool:
+            if rank is not ReclaimKind.IDLE or not cached:
                 return False
             ex.release_cache(cached.pop().cache_id)
             return True

@@ -27,7 +27,7 @@ from quire.executor.row_extension import extensions
 from quire.executor.running_calls import Operation
 from quire.executor.transaction import Transaction
 from quire.kv.recurrent_states import NULL
-from quire.runner.reclaim import Rank
+from quire.runner.reclaim import ReclaimKind
 
 NEW = 3
 """Tokens of a request of the engine."""
@@ -153,7 +153,7 @@ def test_a_call_that_asks_for_room_keeps_the_states_that_it_goes_back_to(hybrid:
     class Owner:
         """Another one, which has nothing to give up."""
 
-        def reclaim_one(self, rank: Rank) -> bool:
+        def reclaim_one(self, rank: ReclaimKind) -> bool:
             asked.append(rank)
             return False
 
@@ -165,7 +165,7 @@ def test_a_call_that_asks_for_room_keeps_the_states_that_it_goes_back_to(hybrid:
     assert pool.state.checkpoints(handle.cache.rows[0].seq) == [6]
     with pool.lock:
         assert not pool.make_room()
-    assert asked == list(Rank)
+    assert asked == list(ReclaimKind)
     assert pool.state.checkpoints(handle.cache.rows[0].seq) == [6]
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.base.errors import CheckpointError
 from quire.contracts.linear import BlockRows
-from quire.kernels.linear.cpu_linear import EMULATED, TILES, NativeLinear, NativeMap, native_linear
+from quire.kernels.linear.cpu_linear import EMULATED, NativeLinear, NativeMap, native_linear
 from quire.kernels.native_library import native_library
 from quire.weights.block_panels import KINDS, block_rows_of
 from quire.weights.gguf_blocks import FLOAT8, NVFP4, SIZES, headed, heads, values_of_rows
@@ -157,7 +157,20 @@ def test_pairs_and_tiles_multiply_codes(kind: str, level: int, outputs: int, inp
     # blocks; sums are float32 (2^-24 each), the result is rounded once to bfloat16 (2^-9).
     bound = x.double().abs() @ weight.abs().T * 32 * inputs**0.5 * 2.0**-24
     assert ((found.double() - exact).abs() <= bound + exact.abs() * 2.0**-8 + 1e-6 * bias.abs() + 1e-30).all()
-    for first, rows in ((0, 1), (5, 1), (0, 2), (3, 4), (7, 5), (0, 6), (0, 9), (0, 16), (10, 17), (9, 24), (0, 33), (20, 50)):
+    for first, rows in (
+        (0, 1),
+        (5, 1),
+        (0, 2),
+        (3, 4),
+        (7, 5),
+        (0, 6),
+        (0, 9),
+        (0, 16),
+        (10, 17),
+        (9, 24),
+        (0, 33),
+        (20, 50),
+    ):
         assert torch.equal(multiply(x[first : first + rows]), found[first : first + rows]), (first, rows)
 
 

@@ -29,7 +29,7 @@ MUTANTS = (
     Mutant(
         name="rows-give-up-written-states",
         file="executor/cache_rows.py",
-        old="or not why_fixed(row, 0, position, self.pool.adapter_ids):",
+        old="or not replay_refusal(row, 0, position, self.pool.adapter_ids):",
         new="or not row.runs.between(0, position).difference(self.pool.adapter_ids):",
         tests=("engine/test_bridge.py::test_a_written_recurrent_state_is_not_run_again_by_the_executor",),
     ),
@@ -127,8 +127,8 @@ MUTANTS = (
     Mutant(
         name="askers-give-up-their-own-states",
         file="runner/reclaim.py",
-        old="if owner is not asker or rank is Rank.FINALIZERS",
-        new="if rank in Rank",
+        old="if owner is not asker or kind is ReclaimKind.FINALIZERS",
+        new="if kind in ReclaimKind",
         tests=("branches/test_giving_up.py::test_a_call_that_asks_gives_up_orphans_only",),
     ),
     Mutant(

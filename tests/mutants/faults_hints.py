@@ -131,14 +131,14 @@ MUTANTS = (
     ),
     Mutant(
         name="reruns-drop-sessions",
-        file="engine/reclaimed.py",
+        file="engine/reclaim.py",
         old="return self.requests.yielding is None and self.branches.drop_idle()",
         new="return self.branches.drop_idle()",
         tests=("engine/test_idle_runs.py::test_it_takes_no_room_from_sessions",),
     ),
     Mutant(
         name="reruns-keep-their-room",
-        file="engine/reclaimed.py",
+        file="engine/reclaim.py",
         old="not self.in_flight.stepping and self.requests.end_yielding()",
         new="False",
         tests=("engine/test_idle_runs.py::test_others_that_want_room_get_it",),

@@ -64,7 +64,7 @@ MUTANTS = (
     Mutant(
         name="deleted-sessions-come-back",
         file="server/sessions/held.py",
-        old="                await self.keeper.forget(name)\n            finally:",
+        old="                await self.keeper.forget(session_id)\n            finally:",
         new="                pass\n            finally:",
         tests=("server/test_resume.py::test_a_session_is_what_it_was",),
     ),

@@ -36,7 +36,7 @@ EXECUTOR = (
     Mutant(
         name="way-back-not-kept-under-windows",
         file="executor/transaction.py",
-        old="return self._lets_go or self.pool.state.shares_tail(part.row.seq)",
+        old="return self._windows_evict or self.pool.state.shares_tail(part.row.seq)",
         new="return self.pool.state.shares_tail(part.row.seq)",
         tests=("executor/test_windows.py::test_a_failure_in_a_late_forward_is_undone",),
     ),
@@ -362,7 +362,7 @@ CHECKPOINTS = (
     ),
     Mutant(
         name="written-states-given-up",
-        file="engine/reclaimed.py",
+        file="engine/reclaim.py",
         old="        for seq in branches.written():\n            ages.pop(seq, None)\n",
         new="",
         tests=("engine/test_checkpoints.py::test_sessions_that_were_written_into_keep_their_states",),

@@ -111,7 +111,7 @@ class Copies:
         """Return what a step computes, or the name of its error. ``kept``: tensors of logits;
         ``files``: the state files that it loads."""
         runner, step = self.llm.engine.runner, pickle.loads(copy)
-        runner.transfers.update(dict.fromkeys(step.awaited, Arrived()))
+        runner.loads.update(dict.fromkeys(step.awaited, Arrived()))
         runner.files.update((seq, read_state(data)) for seq, data in files.items())
         for name in runner.logits.keys() - kept:
             del runner.logits[name]
@@ -121,7 +121,7 @@ class Copies:
             return type(error).__name__
         finally:
             runner.row_sources.sources.clear()
-            runner.transfers.clear()
+            runner.loads.clear()
             for file in runner.files.values():
                 file.close()
             runner.files.clear()

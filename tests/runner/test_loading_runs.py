@@ -197,7 +197,7 @@ def test_a_step_runs_behind_its_loader(model: str, shared: int, whole: bool) -> 
     for seed in range(3):
         loader = Loader(runner, 9, export, shared, seed)
         loader.thread.start()
-        runner.transfers[9] = loader
+        runner.loads[9] = loader
         found = runner.execute(Step(chunks=step, awaited=(9,)))
         loader.finish()
         assert torch.equal(found.logits_RV, wanted.logits_RV)
@@ -243,7 +243,7 @@ def test_a_loader_that_fails_leaves_the_state_as_before_the_step(model: str) -> 
 
     for at in range(len(MODELS[model])):
         loader = Loader(runner, 9, export, 8, at)
-        runner.transfers[9] = Writing(loader, fails_at=at)
+        runner.loads[9] = Writing(loader, fails_at=at)
         with pytest.raises(Broken):
             runner.execute(Step(chunks=(Chunk(9, TAIL),), awaited=(9,)))
         assert not state.forward_is_open
@@ -252,13 +252,13 @@ def test_a_loader_that_fails_leaves_the_state_as_before_the_step(model: str) -> 
         state.check()
         with pytest.raises(FailedPrecondition, match=f"layer {at} of sequence 9"):
             runner.execute(Step(chunks=(Chunk(9, TAIL),)))
-        runner.transfers[9] = Late()
+        runner.loads[9] = Late()
         with pytest.raises(FailedPrecondition, match=f"layer {at} of sequence 9"):
             runner.execute(Step(chunks=(Chunk(9, TAIL),), awaited=(9,)))
         if at % 2:
             runner.execute(Step(edits=(Remove(9),)))
             continue
-        runner.transfers[9] = Writing(loader)
+        runner.loads[9] = Writing(loader)
         found = runner.execute(Step(chunks=(Chunk(9, TAIL),), awaited=(9,)))
         assert torch.equal(found.logits_RV, wanted.logits_RV)
         state.finish_import(9)
@@ -275,7 +275,7 @@ class Unwanted:
 
 def test_a_transfer_is_not_waited_for_once_its_layers_are_there() -> None:
     runner, _ = prompted(MODELS["hybrid"])
-    runner.transfers[0] = Unwanted()
+    runner.loads[0] = Unwanted()
     runner.execute(Step(chunks=(Chunk(0, TAIL), Chunk(1, [1])), awaited=(0,)))
 
 

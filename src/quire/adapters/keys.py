@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Protocol, Self
 
 from quire.adapters.history import FingerprintRuns, fingerprint_runs
-from quire.base.errors import NotFound
 from quire.base.types import AdapterRuns
 
 NO_SALT = ("", None)
@@ -122,29 +121,6 @@ class AdapterNames(Protocol):
     def owner_of(self, adapter: int) -> str:
         """Return the digest of the API key that named the adapter; "" if the name is for all."""
         ...
-
-
-class Fingerprints:
-    """Fingerprints as names; both callables are those of the runner's adapters."""
-
-    def __init__(self, fingerprint_of: Callable[[int], str], find: Callable[[str], int | None]) -> None:
-        self._fingerprint_of = fingerprint_of
-        self._find = find
-
-    def name_of(self, adapter: int) -> str | None:
-        """See ``AdapterNames``."""
-        return self._fingerprint_of(adapter)
-
-    def owner_of(self, adapter: int) -> str:
-        """See ``AdapterNames``."""
-        return ""
-
-    def id_of(self, name: str) -> int:
-        """See ``AdapterNames``."""
-        found = self._find(name)
-        if found is None:
-            raise NotFound(f"no adapter with fingerprint {name!r} is loaded; load it, or give None for the base model")
-        return found
 
 
 def users(requests: int, sessions: int) -> str:

@@ -1,8 +1,9 @@
 """Values that all layers exchange: decisions and batches. Importing this imports no torch.
 
-A ``Step`` is a complete decision: edits of sequences, then one ragged batch of chunks with its
-inputs. The scheduler makes it, every rank replays it, and a log shows it. All these types are
-frozen, and none holds anything that can be called: a step can be sent to another process.
+A ``Step`` has edits of sequences, or one ragged batch of chunks with its inputs, or both. The
+engine, executors and proposers make steps; ``BranchOwner.apply`` runs edits alone, at once. Every
+rank executes each step. All these types are frozen, and none holds anything that can be called: a
+step can be sent to another process.
 
 Letters: T new tokens of a step, n of one chunk; K keys of one chunk, the new ones included; M
 placeholders; E model width.
@@ -323,7 +324,7 @@ class Step:
     inputs: Inputs = NO_INPUTS
     awaited: tuple[SeqId, ...] = ()
     """Sequences of the chunks that are still being imported (``KVState.publish_import``). Before
-    each layer the forward waits for their transfers (``Runner.transfers``). A layer that is
+    each layer the forward waits for their transfers (``Runner.loads``). A layer that is
     incomplete then, or of a sequence that is not awaited, raises ``FailedPrecondition``."""
     blend: BlendInputs | None = None
     """The rows that do not run through all blocks, as cached rows take their places; None: all rows

@@ -2,9 +2,9 @@
 
 Engine steps and executor calls extend branches alike. ``chunk`` makes a part of a forward,
 ``extend`` runs it, and ``keep`` decides: the first tokens count, or the path to a node of a tree,
-and the state of the others is taken back. So tokens of steps ahead, of executor calls and of trees
-are accepted or rejected here. The engine accepts drafts one by one as it draws tokens
-(``EngineSteps``), and rejects the others by ``BranchOwner.rollback``.
+and the state of the others is taken back. Steps ahead and executor calls, with their token trees,
+accept and reject tokens by ``keep``. The engine's drafts, chains and trees, do not: ``EngineSteps``
+draws their tokens, and ``BranchOwner.rollback`` commits or pops them.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 from quire.base.types import Add, Commit, Edit, Fork, Pop, Remove, SeqId, SetWindow, Step
 from quire.branches.branch import COMPUTED, Branch
-from quire.branches.replay_needs import require_again
+from quire.branches.replay_needs import require_replayable
 from quire.contracts.kv_state import ModelState
 from quire.kv.windows import Window
 from quire.runner.local import Runner
@@ -66,8 +66,8 @@ class BranchOwner(ABC):
         self.apply(*(Remove(seq) for seq in seqs))
 
     def pop(self, seq: SeqId, held: int, length: int) -> int:
-        """Shorten a sequence of ``held`` tokens to ``length``, or to the nearest position below at
-        which state is left; return its tokens then."""
+        """Cut a sequence of ``held`` tokens to ``length`` tokens, or to the nearest position below
+        at which state is left. Return its new number of tokens."""
         if held <= length:
             return held
         kept = self.state.nearest_reachable(seq, length)
@@ -75,8 +75,9 @@ class BranchOwner(ABC):
         return kept
 
     def rollback(self, branch: Branch, length: int) -> None:
-        """Take back the state of a branch from token ``length`` on, drafts included. Its tokens
-        stay; the remaining ones are left to run."""
+        """Cut the state of a branch to its first ``length`` tokens. If its sequence has a tree of
+        drafts, commit the path of the branch's own tokens first, and drop the other nodes. The
+        branch keeps its tokens; those without state run again."""
         if branch.seq is None:
             return
         held, nodes = self.state.sequence_length(branch.seq), self.state.pending_nodes(branch.seq)
@@ -99,7 +100,7 @@ class BranchOwner(ABC):
         wanted = min(length, branch.computed)
         position = self.state.nearest_reachable(branch.seq, wanted)
         if position < wanted:
-            require_again(self.state, branch, position, wanted, self.adapter_ids, what)
+            require_replayable(self.state, branch, position, wanted, self.adapter_ids, what)
         return position
 
     def fork_state(self, parent: Branch, child: Branch, held: int) -> None:

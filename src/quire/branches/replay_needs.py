@@ -1,8 +1,8 @@
-"""Returning to an earlier position of a branch: the tokens to replay, and whether that is possible.
+"""Checks whether tokens of a branch can be replayed. No torch at run time.
 
 A window may have dropped tokens, and a recurrent layer keeps a state at some positions only. So a
-branch returns to the nearest position that is held, and replays its tokens from there on. No torch
-at run time.
+branch that goes back returns to the nearest position that is held (``BranchOwner.reach``), and
+replays its tokens from there on.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
     from quire.contracts.kv_state import ModelState
 
 
-def require_again(
+def require_replayable(
     state: ModelState, branch: Branch, start: int, length: int, loaded: Collection[int], what: str, since: int = -1
 ) -> None:
     """Raise ``FailedPrecondition`` unless tokens ``start..length - 1`` can be replayed. ``since``:
     the first token that must be replayable; -1: ``start``."""
-    if reason := why_fixed(branch, start if since < 0 else since, length, loaded):
+    if reason := replay_refusal(branch, start if since < 0 else since, length, loaded):
         raise FailedPrecondition(
             f"{what}position {length} is reachable only by running tokens {start}..{length - 1} again, and {reason}; state is "
             f"kept at {_kept(state, branch)}"
         )
 
 
-def why_fixed(branch: Branch, start: int, stop: int, loaded: Collection[int]) -> str:
+def replay_refusal(branch: Branch, start: int, stop: int, loaded: Collection[int]) -> str:
     """Return the reason why tokens ``start..stop - 1`` of a branch cannot be replayed; empty if
     they can."""
     if branch.modified:

@@ -127,8 +127,8 @@ class SessionBranches(BranchOwner):
         if length and self.state.nearest_reachable(seq, length) == length:
             self.remove(*self.cache.insert(self.fork_of(seq, length), session.tokens.ids[:length], old))
 
-    def hold(self, session: SessionBranch) -> None:
-        """Remember a session, as the one used last."""
+    def note_use(self, session: SessionBranch) -> None:
+        """Record a session as the one that was used last."""
         self.revision += 1
         self.sessions.pop(id(session), None)
         self.sessions[id(session)] = session
@@ -141,7 +141,7 @@ class SessionBranches(BranchOwner):
         child.runs = runs_of_session(parent.runs, length, parent.adapter)
         agreed = parent.runs.agreed(child.runs, length)
         self.fork_state(parent, child, self.reach(parent, agreed))
-        self.hold(child)
+        self.note_use(child)
         return child
 
     def change(self, session: SessionBranch, length: int, adapter: int | None) -> None:

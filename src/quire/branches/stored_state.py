@@ -325,7 +325,7 @@ class StoredState:
         old, branch.seq, branch.computed = branch.seq, loading.seq, match.length
         if old is not None:
             self.runner.execute(Step(edits=(Remove(old),)))
-        self._loads[loading.seq] = self.runner.transfers[loading.seq] = loading
+        self._loads[loading.seq] = self.runner.loads[loading.seq] = loading
         self._loader = self._loader or StateLoader()
         self._loader.add(loading)
         return Brought(match.tokens(loading.shared))
@@ -434,7 +434,7 @@ class StoredState:
     def _ended(self, seq: SeqId) -> StateLoad | None:
         """End the load of a sequence, and return it; None: it has none."""
         if (loading := self._loads.pop(seq, None)) is not None:
-            del self.runner.transfers[seq]
+            del self.runner.loads[seq]
             loading.end()
         return loading
 

@@ -151,16 +151,17 @@ class KVFormat(ABC):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedRows:
-    """The view of a format that no kernel knows: ``KVView`` by ``pack`` and ``expand``."""
+    """A ``KVView`` over any format, which the reference attention reads. It packs rows when they
+    are written, and expands them when they are read."""
 
-    of: KVFormat
+    packing: KVFormat
     shape: Geometry
     planes: Mapping[str, Tensor]
 
     @property
     def format(self) -> str:
         """See ``KVView``."""
-        return self.of.name
+        return self.packing.name
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -177,9 +178,9 @@ class PackedRows:
 
     def _rows(self, slots_N: Tensor) -> PlainRows:
         found = {name: plane.index_select(0, slots_N) for name, plane in self.planes.items()}
-        return self.of.expand(self.shape, found)
+        return self.packing.expand(self.shape, found)
 
     def write(self, slots_N: Tensor, k_NHD: Tensor, v_NHD: Tensor | None) -> None:
         """See ``KVView``."""
-        for name, packed in self.of.pack(self.shape, k_NHD, v_NHD).items():
+        for name, packed in self.packing.pack(self.shape, k_NHD, v_NHD).items():
             self.planes[name].index_copy_(0, slots_N, packed)

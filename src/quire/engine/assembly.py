@@ -1,4 +1,4 @@
-"""Putting the parts of an engine together."""
+"""``make_engine``: builds scheduler, steps and caches of an engine over a runner."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from quire.engine.exact import ExactWindows, window_size
 from quire.engine.in_flight import InFlightSteps
 from quire.engine.miss_search import MissSearch
 from quire.engine.pins import Pins, PrefixPins
-from quire.engine.reclaimed import EngineReclaim, EngineSequences
+from quire.engine.reclaim import EngineReclaim, EngineSequences
 from quire.engine.request_checks import RequestChecks
 from quire.engine.request_queues import RequestQueues
 from quire.engine.requests import Requests
@@ -57,7 +57,8 @@ def make_engine(
     dependence: str = "it is not known what computes the rows",
     content_dependence: str = "",
 ) -> Engine:
-    """Return an engine over a runner. When pages are short, the runner asks it to give up some.
+    """Return an engine over a runner. It joins ``runner.room``: a caller that lacks pages calls
+    ``Room.make``, which calls ``EngineReclaim.reclaim_one``.
     ``proposer``: what drafts tokens with ``speculation``; None: what its method names.
     ``dependence``: what makes rows depend on others, ``content_dependence``: and on their tokens;
     empty: nothing does.
@@ -146,7 +147,7 @@ def make_engine(
         exact=exact,
         drafts=drafts,
     )
-    giver = EngineReclaim(
+    reclaim = EngineReclaim(
         requests=requests,
         in_flight=in_flight,
         branches=branches,
@@ -155,7 +156,7 @@ def make_engine(
         prefix_pins=prefix_pins,
         finalizers=finalizers,
     )
-    runner.room.join(giver)
+    runner.room.join(reclaim)
     return Engine(
         runner=runner,
         tokenizer=tokenizer,
@@ -180,7 +181,7 @@ def make_engine(
         grammars=grammars,
         checks=checks,
         forgets=_forgets(checkpoints),
-        giver=giver,
+        reclaim=reclaim,
         exact=exact,
         timeline=timeline,
         metrics=metrics,

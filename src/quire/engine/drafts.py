@@ -1,4 +1,4 @@
-"""The drafts of an engine's steps: which decodes have some, and what came of them. No torch.
+"""``Drafts``: chooses the draft tokens of each step, and counts the accepted ones. No torch.
 
 A decode with drafts runs its last token and the drafts behind it, and has the logits of each. Its
 tokens are drawn one after the other, as they always are; while one is the next draft, what ran
@@ -257,8 +257,8 @@ class Drafts:
         except Exception as error:
             self._drop(list(rows), error)
 
-    def verified(self, request: Request) -> None:
-        """Note the number of accepted drafts of a request in the step under way."""
+    def record_accepted(self, request: Request) -> None:
+        """Record the number of accepted drafts of a request in the step under way."""
         if (notes := self._requests.get(request)) is None or (draft := notes.verifying) is None:
             return
         features, notes.verifying, notes.features = notes.features, None, ()
@@ -295,7 +295,7 @@ class Drafts:
 
     def ended(self, request: Request) -> None:
         """Forget a request that has ended. Its counts go into its output."""
-        self.verified(request)
+        self.record_accepted(request)
         if (notes := self._requests.pop(request, None)) is None:
             return
         if request.params is not None:

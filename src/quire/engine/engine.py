@@ -41,7 +41,7 @@ from quire.engine.page_use import OWNERS, PageUse, page_use
 from quire.engine.pins import Pins, PrefixPins
 from quire.engine.prompt_blend import PromptBlend
 from quire.engine.prompt_logprobs import PromptLogprobs
-from quire.engine.reclaimed import EngineReclaim
+from quire.engine.reclaim import EngineReclaim
 from quire.engine.request import (
     BACKGROUND,
     AskedFor,
@@ -103,7 +103,7 @@ class Engine:
     checks: RequestChecks
     forgets: str
     """The reason why state at position ``{0}`` may have to be computed again, from ``{1}``."""
-    giver: EngineReclaim
+    reclaim: EngineReclaim
     exact: ExactWindows
     timeline: Timeline
     metrics: EngineMetrics

@@ -20,7 +20,7 @@ from quire.contracts.channel import Channel
 from quire.engine.engine import Engine
 from quire.engine.request import AskedFor, Output, Request, RequestBranch, Seat
 from quire.engine.requests import owner_of
-from quire.runner.reclaim import Rank
+from quire.runner.reclaim import ReclaimKind
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,9 +92,9 @@ class IncomingPrompts:
 
     # -- runner.reclaim.SequenceOwner --------------------------------------------------------------
 
-    def reclaim_one(self, rank: Rank) -> bool:
+    def reclaim_one(self, kind: ReclaimKind) -> bool:
         """Give up the last prompt that has begun to come."""
-        if rank is not Rank.IDLE or not self._coming:
+        if kind is not ReclaimKind.IDLE or not self._coming:
             return False
         self.drop(self._coming[next(reversed(self._coming))])
         return True

@@ -57,8 +57,8 @@ class InFlightSteps:
         """The step before it, while its tokens are being read."""
 
     def withdraw(self, request: Request) -> None:
-        """Take back what a step has run of a request that ends with an earlier token, or with a
-        token before its last draft."""
+        """Roll back a request that ends. This does nothing unless a step ahead has run its next
+        token, or the step that is being read has run drafts of it."""
         if self.reading is None:
             return
         ahead = self.last is not None and request in self.last.scheduled.requests

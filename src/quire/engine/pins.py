@@ -169,7 +169,7 @@ class PrefixPins:
         except BaseException:
             self._branches.remove(branch.seq)
             raise
-        self._branches.hold(branch)
+        self._branches.note_use(branch)
         self._branches.remove(*cache.insert(branch.seq, ids, prompt.key, live=True))
         self._held[name] = PinnedPrefix(branch, until)
         return length, name

@@ -41,7 +41,7 @@ from quire.engine.checkpoints import Checkpoints
 from quire.engine.miss_search import MissSearch
 from quire.engine.request import BACKGROUND, Request, Status
 from quire.engine.request_queues import RequestQueues
-from quire.engine.step_builder import Failure, Limits, ScheduledStep, StepBuilder, scheduled
+from quire.engine.step_builder import Failure, Limits, ScheduledStep, StepBuilder, build_step
 
 if TYPE_CHECKING:
     from quire.branches.owner import BranchOwner
@@ -185,9 +185,11 @@ class Scheduler:
         kept = None if self._checkpoints is None else self._checkpoints.wishes(batch.requests, batch.counts)
         self.queues.shares.charge(batch.used)
         if self._drafts is None:
-            return scheduled(batch.requests, batch.counts, kept or repeat(()), failed)
+            return build_step(batch.requests, batch.counts, kept or repeat(()), failed)
         drafts = self._drafts.choose(batch, kept)
-        return scheduled(batch.requests, batch.counts, kept or repeat(()), failed, drafts, trees=self._drafts.are_trees)
+        return build_step(
+            batch.requests, batch.counts, kept or repeat(()), failed, drafts, trees=self._drafts.are_trees
+        )
 
     def _fill(self, requests: Iterable[Request], batch: StepBuilder) -> None:
         """Add running requests to a step. More may run than it takes (samples of one prompt)."""
@@ -235,7 +237,7 @@ class Scheduler:
     def _give_up(self, request: Request, missing: int, failed: list[Failure]) -> None:
         """Take a request that can never run out of its queue, and its state away."""
         self.queues.remove(request)
-        self._release(request)
+        self._free(request)
         failed.append((request, no_room(request, missing, alone=self._state.empty())))
 
     def preempt(self, request: Request) -> None:
@@ -247,7 +249,7 @@ class Scheduler:
         short. A guess ends: what it has guessed is verified."""
         if request.asked.guesses:
             self.queues.remove(request)
-            self._release(request)
+            self._free(request)
             if request.output.matcher is not None:
                 request.output.matcher.drop()
             request.seat.status, request.output.finish_reason = Status.FINISHED, "cancelled"
@@ -262,10 +264,12 @@ class Scheduler:
         """Release its state, a copy of which may be kept."""
         if self._tier is not None and not request.branch.pinned and not request.asked.exact:
             self._tier.save(request.branch)
-        self._release(request)
+        self._free(request)
         self._ask(request)
 
-    def _release(self, request: Request) -> None:
+    def _free(self, request: Request) -> None:
+        """Remove the sequence of a request, and set its number of computed tokens to 0. A pinned
+        request keeps both."""
         branch = request.branch
         if branch.pinned:
             return
@@ -519,7 +523,7 @@ class Scheduler:
                 self._branches.apply(Remove(redundant))
             branch.seq, branch.computed = None, 0
         else:
-            self._release(request)
+            self._free(request)
         if not request.seat.admitted:
             request.seat.reuse.by_tier.clear()
         request.note_reuse()

@@ -97,7 +97,7 @@ def end(branches: SessionBranches, session: SessionBranch, request: Request) -> 
     if session.undo_fork is not None:
         branches.remove(session.undo_fork)
         session.undo_fork = None
-    branches.hold(session)
+    branches.note_use(session)
     if branches.cache is None or session.seq is None or not session.computed:
         return
     is_end = request.params is not None or len(work.tokens) - request.seat.reuse.cached >= KEEP_TOKENS

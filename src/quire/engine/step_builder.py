@@ -122,7 +122,7 @@ class StepBuilder:
         return [request.branch.seq for request in self.requests if request.branch.seq is not None]
 
 
-def scheduled(
+def build_step(
     requests: Sequence[Request],
     counts: Sequence[int],
     checkpoints: Iterable[tuple[int, ...]],

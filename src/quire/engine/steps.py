@@ -412,11 +412,12 @@ class EngineSteps:
         return flight.changed + drawing.ready
 
     def _verify_drafts(self, flight: InFlightStep) -> None:
-        """Draw behind the drafts that are the tokens drawn, one after the other; take back the
-        others. The first tokens are taken in."""
+        """Verify the drafts of a step. The first token of each request is drawn already. While the
+        last token of a request is its next draft, count the draft as computed, and draw again from
+        the logits behind it. Then roll back the rejected drafts."""
         assert self.drafts is not None
         places = dict.fromkeys(flight.drafted, -1)
-        while places := self._accepted(flight, places):
+        while places := self._with_next_draft(flight, places):
             for request in places:
                 request.branch.computed += 1
                 self._note_run(request)
@@ -428,9 +429,10 @@ class EngineSteps:
             if not request.finished:
                 self.branches.rollback(request.branch, request.branch.computed)
 
-    def _accepted(self, flight: InFlightStep, places: Mapping[Request, int]) -> dict[Request, int]:
-        """Return the requests that have drawn a draft last, behind that at ``places``, with its
-        place, and can draw the next token. Note the end of the drafts of the others."""
+    def _with_next_draft(self, flight: InFlightStep, places: Mapping[Request, int]) -> dict[Request, int]:
+        """Return the requests whose last token is a draft below node ``places[request]``, with the
+        node of that draft. A request that has ended is left out. Record the number of accepted
+        drafts of each request that is left out."""
         found = {}
         for request, before in places.items():
             draft, tokens = flight.drafted[request].draft, request.output.token_ids
@@ -438,7 +440,7 @@ class EngineSteps:
             if place is not None and not request.finished and request.ready:
                 found[request] = place
             elif self.drafts is not None:
-                self.drafts.verified(request)
+                self.drafts.record_accepted(request)
         return found
 
     def _count_ahead(self, flight: InFlightStep, redrawn: set[Request]) -> None:

@@ -2,6 +2,11 @@
 
 The package exports the two faces and all values that they take and return, each imported at its
 first use. ``docs/executor.md`` shows them.
+
+Where to read: ``executor``, ``llm_executor``: the faces. ``cache`` over ``cache_rows`` and ``row``:
+KV caches; ``cache_pool``: their pages. ``transaction`` over ``row_extension``: one call that
+extends rows. ``verification``, ``acceptance``, ``drafting``: drafts. ``rewinding``, ``replay``:
+going back. ``forward_packing``: rows into forwards.
 """
 
 from __future__ import annotations

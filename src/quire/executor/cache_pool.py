@@ -17,7 +17,7 @@ from quire.branches.spare_states import SpareStateOwner
 from quire.executor.row import Row
 from quire.executor.running_calls import Operations
 from quire.runner.local import Runner
-from quire.runner.reclaim import Rank
+from quire.runner.reclaim import ReclaimKind
 
 NO_PAGES = "the model has recurrent layers only, whose state lies in no pages of tokens"
 
@@ -128,13 +128,13 @@ class CachePool(BranchOwner):
         free = self.state.free_pages(self.runner.room.reclaimable())
         return all(rows * pages <= there for pages, there in zip(needed, free, strict=True))
 
-    def reclaim_one(self, rank: Rank) -> bool:
+    def reclaim_one(self, kind: ReclaimKind) -> bool:
         """See ``SequenceOwner``."""
         if self._runner is None or self.state.forward_is_open:
             return False
-        if rank is Rank.FINALIZERS:
+        if kind is ReclaimKind.FINALIZERS:
             return self.sweep()
-        short = rank is Rank.SCARCE_STATES and spare_states.are_short(self.state)
+        short = kind is ReclaimKind.SCARCE_STATES and spare_states.are_short(self.state)
         return short and spare_states.drop(spare_states.by_last_access(self.caches.values()), 1) > 0
 
     def reclaimable(self) -> Collection[SeqId]:
@@ -191,12 +191,6 @@ class CachePool(BranchOwner):
                     f"{what} needs {pages} pages of {self.page_size} tokens and {free} of {self.state.num_pages} are free; "
                     "release or clear caches"
                 )
-
-    @property
-    def used_pages(self) -> int:
-        """Pages of the runner that are in use by any owner; 0 after shutdown. Needs no lock."""
-        runner = self._runner
-        return 0 if runner is None else runner.state.num_used_pages
 
     @property
     def used_bytes(self) -> int:

@@ -20,7 +20,7 @@ from quire.base.types import DropCheckpoint, Pop, SetWindow
 from quire.branches import spare_states
 from quire.branches.branch import Branch
 from quire.branches.extension import Extension, keep
-from quire.branches.replay_needs import why_fixed
+from quire.branches.replay_needs import replay_refusal
 from quire.executor.cache_pool import CachePool
 from quire.executor.row import Row
 
@@ -222,7 +222,7 @@ class CacheRows:
                 row.mark = None
                 continue
             for position in held:
-                if position == row.mark or not why_fixed(row, 0, position, self.pool.adapter_ids):
+                if position == row.mark or not replay_refusal(row, 0, position, self.pool.adapter_ids):
                     self.pool.apply(DropCheckpoint(row.seq, position))
                     found += 1
             row.mark = None

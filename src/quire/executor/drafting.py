@@ -54,9 +54,9 @@ class Drafting:
         """By cache and row."""
 
     def drafts(self, rows: Sequence[tuple[KVCache, int, Ids]], most: Sequence[int]) -> list[Draft]:
-        """Return drafts of rows, at most ``most[i]`` of row i: as many as pay, of a tree its
-        likeliest chain. ``rows``: of each
-        the cache, its row there, and all tokens, of which the last one has not run."""
+        """Return the drafts of each row, at most ``most[i]`` of row i. The controller chooses the
+        number. Of a tree only the likeliest chain is taken. ``rows``: a cache, the number of a row
+        of it, and all tokens of the row; the last token has not run."""
         if self.dropped:
             return [Draft()] * len(rows)
         known = [self._known(cache, row, ids) for cache, row, ids in rows]
@@ -76,8 +76,8 @@ class Drafting:
         depths = self.controller.depths(promises, decodes=len(rows), rows=len(rows), most=sum(map(len, found)))
         return [draft.first(depth) for draft, depth in zip(found, depths, strict=True)]
 
-    def verified(self, cache: KVCache, row: int, draft: Draft, accepted: int) -> None:
-        """Note the number of accepted drafts of a row."""
+    def record_accepted(self, cache: KVCache, row: int, draft: Draft, accepted: int) -> None:
+        """Record the number of accepted drafts of a row."""
         if (known := self._rows.get((cache.cache_id, row))) is not None:
             if draft.tokens:
                 known.trust.verified(draft.compared(range(accepted)), accepted)
@@ -212,7 +212,7 @@ def _round(
     drafting.controller.costs.measured(sum(map(len, ids)), seconds)
     for row, draft, found in zip(rows, drafts, new, strict=True):
         drawn[row] += found
-        drafting.verified(cache, row, draft, len(found) - 1)
+        drafting.record_accepted(cache, row, draft, len(found) - 1)
     record(len(rows), seconds, sum(map(len, new)))
 
 

@@ -340,7 +340,7 @@ class Executor:
             self.drafting.controller.costs.measured(sum(len(call.drafts) + 1 for call in calls), seconds)
             for item, draft, output in zip(items, drafts, outputs, strict=True):
                 if certain and item.cache is not None:
-                    self.drafting.verified(item.cache, 0, draft, output.acceptance_count)
+                    self.drafting.record_accepted(item.cache, 0, draft, output.acceptance_count)
         if self.on_drafts is not None:
             self.on_drafts(sum(map(len, draft_tokens)), accepted)
         return outputs

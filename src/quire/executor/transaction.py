@@ -85,10 +85,12 @@ class Transaction:
         self._needed = 0
         """Slots for recurrent states that the call takes."""
         self._given_up: list[RowExtension] = []
-        """The rows without an old version, if there is room for the states at their starts."""
-        self._arrived = False
+        """Rows whose old sequences were removed to make room, if there are slots for the states at
+        their starts."""
+        self._replayed = False
         self._committed = False
-        self._lets_go = False
+        self._windows_evict = False
+        """Whether a window may drop tokens between two forwards of this call."""
         self.logits: dict[int, Tensor] = {}
         """The tensors that the logits of a run with places were written to, by name."""
 
@@ -102,7 +104,9 @@ class Transaction:
             part.begin = replay_start(self.pool, part.row, part.start, part.label)
         self.pool.note_adapters([part.new.runs for part in self.parts])
         several = self.several or any(part.replayed for part in self.parts)
-        self._lets_go = several and (self._facts.is_windowed or any(part.row.window is not None for part in self.parts))
+        self._windows_evict = several and (
+            self._facts.is_windowed or any(part.row.window is not None for part in self.parts)
+        )
         kept = [part for part in self.parts if self.on_forks or part.rewinds or self._needs_a_way_back(part)]
         forks = self.pool.fork_rows([part.row for part in kept], [part.begin for part in kept])
         for part, seq in zip(kept, forks, strict=True):
@@ -126,7 +130,7 @@ class Transaction:
         """
         if not self.several or part.start == 0 or part.count == 0:
             return False
-        return self._lets_go or self.pool.state.shares_tail(part.row.seq)
+        return self._windows_evict or self.pool.state.shares_tail(part.row.seq)
 
     def _keep_starts(self, parts: Sequence[RowExtension]) -> None:
         """Keep the recurrent states of ``parts``, all at their starts, that have no old version."""
@@ -154,7 +158,7 @@ class Transaction:
         if missing_states > self._freed_states(kept):
             raise self._no_states(missing_states)
         missing = self._missing()
-        required = [part for part in kept if self.on_forks or part.rewinds or self._lets_go]
+        required = [part for part in kept if self.on_forks or part.rewinds or self._windows_evict]
         if missing and len(required) < len(kept):
             # Rows that share their last page need a page for each fork: run them where they are.
             self._drop_unused_forks([part for part in kept if part not in required])
@@ -219,7 +223,7 @@ class Transaction:
         seqs, counts = [part.seq for part in growing], [part.replayed + part.count for part in growing]
         # Behind tokens that are run again a tree takes the pages of as many tokens.
         trees = [None if part.replayed else part.new.parents for part in growing]
-        if self._lets_go:
+        if self._windows_evict:
             return max(self.pool.missing_pages(seqs, [1] * len(seqs)), self.pool.missing_full_pages(seqs, counts))
         return self.pool.missing_pages(seqs, counts, trees)
 
@@ -278,7 +282,7 @@ class Transaction:
         (``logits`` has the tensors then). At most ``budget`` tokens go into one forward (0: all); a
         row that does not fit continues in the next one.
         """
-        self.arrive()
+        self.replay()
         media = [None] * len(tokens) if media is None else media
         blocks = [() if found is None else found.blocks for found in media]
         tokens = [recorded_ids(ids, found) for ids, found in zip(tokens, media, strict=True)]
@@ -310,9 +314,9 @@ class Transaction:
                 result.logits = self.logits[place.tensor][place.start : place.start + count]
         return [result.finished() for result in results]
 
-    def arrive(self) -> None:
+    def replay(self) -> None:
         """Replay the tokens from the restored states up to the rows' starts. ``run`` calls it."""
-        if self._arrived:
+        if self._replayed:
             return
         again = [Extension(part.new.branch, part.begin, part.new.runs) for part in self.parts]
         tokens = [one.branch.tokens.ids[one.start :] if one.branch.remaining else NOTHING for one in again]
@@ -322,13 +326,13 @@ class Transaction:
                 self.operation.check()
             self._forward(again, pieces, _chunks(again, tokens, ["none"] * len(again), pieces))
         keep(self.pool, again)
-        self._arrived = True
+        self._replayed = True
         self._keep_starts(self._given_up)
 
     def _check_room(self, pieces: Sequence[Piece]) -> None:
         """Raise ``ResourceExhausted`` if a forward of a windowed state finds no pages. For other
         states ``__enter__`` has made room."""
-        if not self._lets_go:
+        if not self._windows_evict:
             return
         seqs = [self.parts[piece.row].seq for piece in pieces]
         if missing := self.pool.missing_pages(seqs, [piece.end - piece.begin for piece in pieces]):
@@ -375,7 +379,7 @@ class Transaction:
 
     def commit_cuts(self) -> None:
         """Let the rows end at their starts."""
-        self.arrive()
+        self.replay()
         for part in self.parts:
             if part.rewinds:
                 self._replace(part)
@@ -428,7 +432,7 @@ class Transaction:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._committed:
-            if kind is None and self._arrived:
+            if kind is None and self._replayed:
                 self.pool.replayed_tokens += sum(part.replayed for part in self.parts)
             return
         undone = [part for part in self.parts if not part.on_fork]

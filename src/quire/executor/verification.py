@@ -92,7 +92,7 @@ def verify(
     part = _extension(cache, start, tree, items[0].adapter, [item.positions[0] for item in items])
     with Transaction(pool, [part], operation, on_forks=tree is not None, tree_if_room=roomy) as work:
         opened = tree is None and part.new.parents is not None
-        work.arrive()
+        work.replay()
         mark = spare_states.mark(pool.runner, part.seq, part.row.mark) if tree is None else part.row.mark
         if part.seq == part.row.seq:
             part.row.mark = mark

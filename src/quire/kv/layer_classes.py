@@ -114,11 +114,11 @@ def supported(layer_id: int, spec: LayerSpec, backend: AttentionBackend, device:
     return spec
 
 
-def reading(
+def backend_for_format(
     backend: AttentionBackend, specs: Iterable[StoredSpec], device: torch.device, format: KVFormat
 ) -> AttentionBackend:
-    """Return the backend, or the reference, which reads every format, if the backend does not read
-    this one; the log says so. The layers are supported."""
+    """Return ``backend`` if it reads this format for all layers, which it supports. Otherwise log
+    the reason, and return the reference attention, which reads every format."""
     reason = next(filter(None, (backend.refusal(_asked(spec), device, format.name) for spec in specs)), "")
     if not reason:
         return backend

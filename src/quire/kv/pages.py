@@ -1,10 +1,11 @@
 """Pages and their references, without their contents. No torch.
 
 A page is P consecutive slots in every layer of one layer class. Its reference count is the number
-of entries of page tables that name it; at zero it is free. A sequence holds its page tables: until
-it is removed, cut, or its window has passed a page. Requests, sessions, rows of KV caches and the
-prefix cache hold sequences (``branches``). Slots of encoder rows and of recurrent states are
-counted in the same way.
+of page-table entries that name it, plus one for each hand-over that is being received into it. At
+zero the page is free. A sequence holds its page tables until it is removed, cut, or its window has
+passed a page. Requests, sessions, the prefix cache, KV caches, hand-overs and pending writes to a
+store own sequences, among others. Slots of encoder rows and of recurrent states are counted in the
+same way.
 """
 
 from __future__ import annotations

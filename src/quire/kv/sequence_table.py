@@ -58,7 +58,8 @@ class SequenceTable:
         self._sequences: dict[SeqId, Sequence] = {}
         self.forward: OpenForward | None = None
         self.received: dict[SeqId, list[PageIds]] = {}
-        """By layer class: the pages of sequences once what they are sent has come."""
+        """By sequence one page table for each layer class: those that replace the present ones when
+        the hand-over ends. Their pages are taken and counted already."""
         self.slack = 0
         """Tokens that windows keep beyond their need, so that a step ahead can be taken back."""
         self.num_splits = 0

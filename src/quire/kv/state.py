@@ -46,7 +46,7 @@ from quire.kv.encoders import EncoderPart
 from quire.kv.exports import SequenceExport
 from quire.kv.formats.plain import PlainFormat
 from quire.kv.forward_need import ForwardNeed
-from quire.kv.layer_classes import ids_of, reading, supported
+from quire.kv.layer_classes import backend_for_format, ids_of, supported
 from quire.kv.paged import PagedPart
 from quire.kv.part import Part
 from quire.kv.parts import StateParts
@@ -141,7 +141,7 @@ class State:
         _check_slots(list(recurrent), num_states, ring, checkpoint_interval, page_size)
         backend, device = ReferenceAttention() if backend is None else backend, torch.device(device)
         stored = {layer: supported(layer, spec, backend, device) for layer, spec in attention.items()}
-        backend = reading(backend, stored.values(), device, format)
+        backend = backend_for_format(backend, stored.values(), device, format)
         encoders = {layer: spec for layer, spec in stored.items() if isinstance(spec, CrossAttention)}
         missing = f"layers {list(encoders)} are cross layers and cross_capacity is missing; give the encoder rows of all sequences"
         surplus = "" if encoders else "there is no cross layer"

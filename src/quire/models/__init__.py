@@ -2,6 +2,6 @@
 
 ``families``: which architecture is which. ``decoder`` over ``blocks`` and ``geometry``, ``llama``
 as an example: dense models. ``mixture``, ``hybrid_decoder``, ``deepseek``: other kinds.
-``loading``: from a directory to a model; ``gguf``: from a GGUF file to a configuration and names.
+``loading``: from a checkpoint to a model; ``gguf``: from a GGUF file to a configuration and names.
 ``fallback`` over ``probe``: any other decoder of transformers.
 """

@@ -1,6 +1,6 @@
-"""Building a model from a checkpoint directory.
+"""Building a model from a checkpoint: a directory or a GGUF file.
 
-Configuration, headers and memory are checked first. A directory that cannot be loaded thus costs
+Configuration, headers and memory are checked first. A checkpoint that cannot be loaded thus costs
 milliseconds and no memory, independent of its size.
 """
 

@@ -132,7 +132,7 @@ class GraphRunner:
         if reason := state.static_refusal(1):
             raise Unsupported(f"captured steps: {reason}")
         self.model, self.room, self.adapters = inner.model, inner.room, inner.adapters
-        self.transfers, self.row_sources, self.logits = inner.transfers, inner.row_sources, inner.logits
+        self.loads, self.row_sources, self.logits = inner.loads, inner.row_sources, inner.logits
         self.files = inner.files
         self.state: ModelState = state
         self._inner, self._state, self._capture = inner, state, capture

@@ -85,8 +85,8 @@ class StepOutput:
         return self.logits_RV[self.starts[chunk] : self.starts[chunk + 1]]
 
 
-class Transfer(Protocol):
-    """An import that brings the layers of one sequence, from elsewhere and on another thread."""
+class LayerLoad(Protocol):
+    """Loads the layers of one sequence from a store, on another thread."""
 
     def wait(self, layer: int) -> None:
         """Return once a layer is complete. An error that it raises aborts the forward."""
@@ -101,8 +101,8 @@ class Runner(Protocol):
     """The owners of sequences that can be given up; callers that are short of pages call it."""
     adapters: AdapterPool
     """The adapters that chunks may name."""
-    transfers: dict[SeqId, Transfer]
-    """The transfers that steps may await, by sequence. Owners add and remove theirs."""
+    loads: dict[SeqId, LayerLoad]
+    """The loads that steps may await, by sequence. Owners add and remove theirs."""
     row_sources: RowSources
     """The cached rows that blended steps name."""
     files: dict[SeqId, StateFile]
@@ -157,7 +157,7 @@ class LocalRunner:
         self._seqs = itertools.count()
         self._no_logits = torch.empty(0, model.vocab_size, device=device)
         self.room = Room()
-        self.transfers: dict[SeqId, Transfer] = {}
+        self.loads: dict[SeqId, LayerLoad] = {}
         self.row_sources = RowSources(state, None if group is None else group.sum)
         self.files: dict[SeqId, StateFile] = {}
         self.logits: dict[int, Tensor] = {}
@@ -201,7 +201,7 @@ class LocalRunner:
         if any(not 0 <= block < self._num_blocks for block in inputs.features):
             allowed = f"blocks 0 to {self._num_blocks - 1}"
             raise InvalidArgument(field="features", given=inputs.features, allowed=allowed)
-        transfers = self._transfers(step)
+        loads = self._loads(step)
         counts, kept = [len(chunk.tokens) for chunk in step.chunks], [chunk.checkpoints for chunk in step.chunks]
         blended = None
         if step.blend is not None:
@@ -224,7 +224,7 @@ class LocalRunner:
             if plain and step.is_plain and inputs.drawn is None and placeholders is None and index is None:
                 output = self._at_once(tokens, starts)
             if output is None:
-                output = self._forward(step, transfers, blended, tokens, placeholders, index, starts)
+                output = self._forward(step, loads, blended, tokens, placeholders, index, starts)
             self.state.end_forward()
         except BaseException:
             if self.state.forward_is_open:
@@ -244,7 +244,7 @@ class LocalRunner:
     def _forward(
         self,
         step: Step,
-        transfers: Sequence[Transfer],
+        loads: Sequence[LayerLoad],
         blended: BlendedForward | None,
         tokens: Ids,
         placeholders: Ids | None,
@@ -262,7 +262,7 @@ class LocalRunner:
                 self.adapters.deactivate()
             else:
                 self.adapters.activate(adapters, counts, np.diff(starts).tolist())
-            pass_ = self._open_pass(inputs, transfers)
+            pass_ = self._open_pass(inputs, loads)
             x_TE = self._embed(tokens, placeholders, inputs)
             if blended is not None and blended.rehearsed.size:
                 self._rehearse(blended, x_TE, pass_, adapters, counts)
@@ -385,12 +385,12 @@ class LocalRunner:
                     chunk, offset = chunk + 1, 0
             del logits_RV  # otherwise it would exist beside the next logits
 
-    def _transfers(self, step: Step) -> list[Transfer]:
-        """Return the transfers that a step awaits; ``FailedPrecondition`` if there is none."""
+    def _loads(self, step: Step) -> list[LayerLoad]:
+        """Return the loads that a step awaits; ``FailedPrecondition`` if there is none."""
         for seq in step.awaited:
-            if seq not in self.transfers:
+            if seq not in self.loads:
                 raise FailedPrecondition(f"sequence {seq} is awaited, and no transfer brings it")
-        return [self.transfers[seq] for seq in step.awaited]
+        return [self.loads[seq] for seq in step.awaited]
 
     def _placeholders(self, tokens: Ids, inputs: Inputs) -> Ids | None:
         """Return the rows of the batch whose ids are negative; None if there are none.
@@ -403,7 +403,7 @@ class LocalRunner:
             raise InvalidArgument(f"{count} placeholders (negative ids) need embeddings {list(shape)}; got {found}")
         return rows
 
-    def _open_pass(self, inputs: Inputs, transfers: Sequence[Transfer]) -> OpenPass:
+    def _open_pass(self, inputs: Inputs, loads: Sequence[LayerLoad]) -> OpenPass:
         pass_ = self.state.open_pass()
         if inputs.mask is not None:
             pass_.use_mask(inputs.mask)
@@ -411,8 +411,8 @@ class LocalRunner:
             pass_.use_positions(inputs.positions)
         if inputs.attention_weights or (observed := self._own_layers(inputs.observed)):
             pass_.capture_weights(None if inputs.attention_weights else observed)
-        if transfers:
-            pass_.wait_for_layers(partial(_wait_for, transfers))
+        if loads:
+            pass_.wait_for_layers(partial(_wait_for, loads))
         return pass_
 
     def _embed(self, tokens: Ids, placeholders: Ids | None, inputs: Inputs) -> Tensor:
@@ -480,9 +480,9 @@ class LocalRunner:
                 self.state.enable_sliding_window_for_seq(seq, window, sink)
 
 
-def _wait_for(transfers: Sequence[Transfer], layer: int) -> None:
+def _wait_for(loads: Sequence[LayerLoad], layer: int) -> None:
     """Wait for a layer of each transfer."""
-    for one in transfers:
+    for one in loads:
         one.wait(layer)
 
 

@@ -55,7 +55,7 @@ class RankedRunner:
     def __init__(self, inner: LocalRunner, ranks: Ranks) -> None:
         """Wrap the runner of rank 0's part."""
         self.model, self.state, self.room, self.adapters = inner.model, inner.state, inner.room, inner.adapters
-        self.transfers, self.row_sources, self.logits = inner.transfers, inner.row_sources, inner.logits
+        self.loads, self.row_sources, self.logits = inner.loads, inner.row_sources, inner.logits
         self.files, self.device = inner.files, inner.device
         self.ranks, self._inner = ranks, inner
         stages = stages_of(inner.model)
@@ -203,10 +203,10 @@ class RankedRunner:
     def _wait(self, step: Step) -> None:
         """Wait for all layers of the transfers of a step."""
         for seq in step.awaited:
-            if seq not in self.transfers:
+            if seq not in self.loads:
                 raise FailedPrecondition(f"sequence {seq} is awaited, and no transfer brings it")
             for layer in (*self.state.geometry.layer_ids, *self.state.recurrent_ids):
-                self.transfers[seq].wait(layer)
+                self.loads[seq].wait(layer)
 
     def _cached_rows(self, step: Step) -> list[dict[int, HeldRows]]:
         """Return the cached rows that a step names, of each rank's heads. ``BlendLoadError``."""

@@ -10,8 +10,8 @@ from weakref import WeakSet
 from quire.base.types import SeqId
 
 
-class Rank(enum.Enum):
-    """Kinds of things that can be given up, in the order of giving them up."""
+class ReclaimKind(enum.Enum):
+    """What can be given up, in the order in which ``Room.make`` tries it."""
 
     FINALIZERS = "what belongs to an object that is gone"
     SCARCE_STATES = "recurrent states that only save work, while states are what is short"
@@ -24,8 +24,8 @@ class Rank(enum.Enum):
 class SequenceOwner(Protocol):
     """An owner of sequences of which some can be given up and made again."""
 
-    def reclaim_one(self, rank: Rank) -> bool:
-        """Give up one thing of this rank; return False if there is none."""
+    def reclaim_one(self, kind: ReclaimKind) -> bool:
+        """Give up one thing of this kind; return False if there is none."""
 
     def reclaimable(self) -> Collection[SeqId]:
         """Return the sequences that ``reclaim_one`` could free. Changes nothing."""
@@ -51,13 +51,13 @@ class Room:
         self._owners.discard(owner)
 
     def make(self, asker: SequenceOwner | None = None) -> bool:
-        """Give up one thing, of the first rank that has any; return False if there is none. Of
+        """Give up one thing, of the first kind that has any; return False if there is none. Of
         ``asker`` only finalizers run: its running call may still need its own states."""
         return any(
-            owner.reclaim_one(rank)
-            for rank in Rank
+            owner.reclaim_one(kind)
+            for kind in ReclaimKind
             for owner in list(self._owners)
-            if owner is not asker or rank is Rank.FINALIZERS
+            if owner is not asker or kind is ReclaimKind.FINALIZERS
         )
 
     def reclaimable(self) -> set[SeqId]:

@@ -18,7 +18,7 @@ from quire.base.segments import BlendParams
 from quire.base.token_history import Ids, TokenHistory
 from quire.base.types import SeqId
 from quire.blend.sequence_rows import Move
-from quire.branches.replay_needs import why_fixed
+from quire.branches.replay_needs import replay_refusal
 from quire.branches.session_branch import SessionBranch
 from quire.contracts.executor import ExecutorInputs
 from quire.engine.prompt_blend import PromptBlend
@@ -266,7 +266,7 @@ def _edited(live: LiveSequence, verb: str, ids: Ids, place: TextPlace, added: Id
     branch, engine = live.require_idle(verb), live.engine
     if not np.array_equal(branch.tokens.ids, ids):
         raise FailedPrecondition(f"{verb}: the session was changed by another thread meanwhile; call again")
-    if place.stop < ids.size and (reason := why_fixed(branch, place.stop, ids.size, engine.runner.adapters.ids)):
+    if place.stop < ids.size and (reason := replay_refusal(branch, place.stop, ids.size, engine.runner.adapters.ids)):
         raise FailedPrecondition(
             f"{verb}: tokens {place.stop}..{ids.size - 1}, which follow, would have to run again, and {reason}"
         )
@@ -337,7 +337,7 @@ def _take_over(live: LiveSequence, branch: SessionBranch, fork: SessionBranch) -
     branch.runs, branch.logits = fork.runs, None
     branch.truncate_computed(fork.computed)
     fork.seq, fork.computed = None, 0
-    branches.hold(branch)
+    branches.note_use(branch)
 
 
 def _spoken(ids: Ids) -> list[int]:

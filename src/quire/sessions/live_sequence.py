@@ -86,7 +86,7 @@ class LiveSequence:
         self.engine.finalizers.run_finalizers()  # an unreferenced stream among them
         if branch.busy:
             raise FailedPrecondition(f"{verb}: the session is generating; finish or close its stream first")
-        self.engine.branches.hold(branch)
+        self.engine.branches.note_use(branch)
         return branch
 
     def require_tokenizer(self, verb: str) -> Tokenizer:

@@ -105,7 +105,7 @@ class Session:
         """Whether that record is older than the session; ``close`` writes it again."""
         with live.engine.lock:
             live.branch.user = ref(self)
-            live.engine.branches.hold(live.branch)
+            live.engine.branches.note_use(live.branch)
             self._end = partial(live.engine.forget, live.branch)
             live.engine.finalizers.watch(self, self._end)
             self._live = live

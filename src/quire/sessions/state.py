@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quire.adapters.keys import NO_SALT, private_salt
 from quire.base.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted, Unsupported
-from quire.branches.replay_needs import require_again
+from quire.branches.replay_needs import require_replayable
 from quire.branches.saved_rows import NO_POSITIONS, other_eviction
 from quire.branches.session_branch import SessionBranch
 from quire.contracts.layers import LayerSpec
@@ -87,7 +87,7 @@ def fork_to_session(engine: Engine, cache: CacheRows, picked: int, length: int) 
     branch.origin, branch.pinned = replace(branch.origin, modified=fixed, private=False), fixed
     kv, position = engine.runner.state, engine.runner.state.nearest_reachable(source.seq, length)
     if position < length:
-        require_again(kv, source, position, length, loaded, f"row {picked}: ", since=0)
+        require_replayable(kv, source, position, length, loaded, f"row {picked}: ", since=0)
     branch.mark = None
     if position:
         branch.seq = engine.branches.fork_of(source.seq, position)

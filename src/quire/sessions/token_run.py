@@ -104,7 +104,7 @@ def _fork(engine: Engine, source: SessionBranch, length: int, verb: str) -> Sess
     # No other request can give it up.
     fork.pinned = True
     engine.branches.fork_state(source, fork, held)
-    engine.branches.hold(fork)
+    engine.branches.note_use(fork)
     return fork
 
 

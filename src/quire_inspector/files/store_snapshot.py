@@ -33,8 +33,6 @@ from quire_inspector.views.token_texts import TextReader
 
 KIND_NAMES = {"k": "full", "latent": "latent", "state": "recurrent"}
 """Kinds of layers by a tensor that they have in an object."""
-PRIVATE_SHOWN = 8
-"""Digits of a space that its branches are called after, where there are several spaces."""
 
 
 async def store_snapshot(tier: StoreTier, reading: int = 1) -> Snapshot:

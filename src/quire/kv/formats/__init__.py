@@ -14,8 +14,9 @@ from quire.contracts.kv_format import KVFormat
 
 
 def kv_format(name: str, dtype: torch.dtype) -> KVFormat:
-    """Return the format that ``kv_dtype`` names, or that a file names, for rows of a dtype; rows
-    of a dtype that ``name`` is. ``name``: "auto", or one of ``KV_FORMATS``."""
+    """Return a format by its name in ``kv_dtype`` or in a file: "auto", or one of ``KV_FORMATS``.
+    "auto" gives plain rows of ``dtype``, the name of a dtype plain rows of that dtype. Any other
+    name gives that format, with rows that are written and read in ``dtype``."""
     if name == "auto":
         name = str(dtype).removeprefix("torch.")
     found: KVFormat = class_in(KV_FORMATS[name], KVFormat)(getattr(torch, name) if name in DTYPES else dtype)

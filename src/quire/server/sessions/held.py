@@ -124,19 +124,19 @@ class Sessions:
         return most if ttl is None else ttl
 
     def create(
-        self, owner: str, session: AsyncSession, *, parent: str | None = None, ttl: float, name: str | None = None
+        self, owner: str, session: AsyncSession, *, parent: str | None = None, ttl: float, session_id: str | None = None
     ) -> str:
-        """Hold a session in its ``room``, and return its id: ``name``, by default a new one.
+        """Hold a session in its ``room``, and return its id: ``session_id``, by default a new one.
         ``ttl`` is from ``lifetime``. Raise ``ApiError`` 409 for the id of another session."""
         if self._closed:
             raise FailedPrecondition("the server is shutting down; it holds no new session")
-        name = name or f"{PREFIX}{secrets.token_hex(16)}"
-        if name in self._held or name in self._parked:
-            message = f"there is a session {name} already; delete it first"
+        session_id = session_id or f"{PREFIX}{secrets.token_hex(16)}"
+        if session_id in self._held or session_id in self._parked:
+            message = f"there is a session {session_id} already; delete it first"
             raise ApiError(409, message, param="id", code="session_exists")
-        self._held[name] = HeldSession(name, owner, session, parent, ttl, self._clock())
+        self._held[session_id] = HeldSession(session_id, owner, session, parent, ttl, self._clock())
         self._sweep_soon()
-        return name
+        return session_id
 
     def _sweep_soon(self) -> None:
         if self._sweeper is None or self._sweeper.done():
@@ -153,8 +153,8 @@ class Sessions:
         labels: Mapping[str, str],
         ids: Sequence[str | None] = (),
     ) -> list[str]:
-        """Create all of these, called so, and return their ids when they are durable: ``ids``, by
-        default new ones. After an error none is held."""
+        """Hold each of ``sessions``, with this display name and these labels. Wait until all are
+        durable. Return their ids: those in ``ids``, or new ones. After an error none is held."""
         made: list[str] = []
         for session in sessions:
             if self.keeper is not None:
@@ -162,13 +162,13 @@ class Sessions:
             session.name, session.labels = name, labels
         try:
             for session, given in itertools.zip_longest(sessions, ids):
-                made.append(self.create(owner, session, parent=parent, ttl=ttl, name=given))
-            await asyncio.gather(*(self.keep(self._held[name]) for name in made))
+                made.append(self.create(owner, session, parent=parent, ttl=ttl, session_id=given))
+            await asyncio.gather(*(self.keep(self._held[session_id]) for session_id in made))
         except BaseException:
-            for name in made:
-                self._held.pop(name, None)
+            for session_id in made:
+                self._held.pop(session_id, None)
                 if self.keeper is not None:
-                    self.spawn(_quietly(self.keeper.forget(name)))
+                    self.spawn(_quietly(self.keeper.forget(session_id)))
             raise
         return made
 
@@ -185,12 +185,12 @@ class Sessions:
 
     # -- using -------------------------------------------------------------------------------------
 
-    def get(self, owner: str, name: str) -> HeldSession:
+    def get(self, owner: str, session_id: str) -> HeldSession:
         """Return a session. Raise ``NotFound`` for unknown, expired and other owners' ones."""
-        held = self._held.get(name)
+        held = self._held.get(session_id)
         if held is None or held.owner != owner or self._is_over(held):
             raise NotFound(
-                f"there is no session {name[:60]!r}; it may have been deleted, or not been used for too long"
+                f"there is no session {session_id[:60]!r}; it may have been deleted, or not been used for too long"
             )
         return held
 
@@ -198,10 +198,10 @@ class Sessions:
         """Return all sessions of an owner, the oldest first."""
         return [held for held in self._held.values() if held.owner == owner and not self._is_over(held)]
 
-    def take(self, owner: str, name: str, verb: str) -> HeldSession:
+    def take(self, owner: str, session_id: str, verb: str) -> HeldSession:
         """Take a session for one call, until ``release``. It does not expire meanwhile. Raise
         ``FailedPrecondition`` if another call has it."""
-        held = self.get(owner, name)
+        held = self.get(owner, session_id)
         if held.busy is not None:
             raise FailedPrecondition(
                 f"{verb}: the session is in use by another call ({held.busy}); wait for that to end, or fork the session before"
@@ -214,10 +214,10 @@ class Sessions:
         held.busy, held.used = None, self._clock()
 
     @asynccontextmanager
-    async def use(self, owner: str, name: str, verb: str) -> AsyncIterator[HeldSession]:
+    async def use(self, owner: str, session_id: str, verb: str) -> AsyncIterator[HeldSession]:
         """Take a session. At the end of the block release it when it is durable."""
-        await self.ready(owner, name)
-        held = self.take(owner, name, verb)
+        await self.ready(owner, session_id)
+        held = self.take(owner, session_id, verb)
         try:
             yield held
             await self.keep(held)
@@ -255,11 +255,11 @@ class Sessions:
                 ttl=held.ttl,
             )
 
-    async def ready(self, owner: str, name: str) -> None:
+    async def ready(self, owner: str, session_id: str) -> None:
         """Prepare a session for a call: wake it. ``NotDurable`` while nothing can be written, so
         that the call changes nothing."""
-        await self.wake(owner, name)
-        held = self._held.get(name)
+        await self.wake(owner, session_id)
+        held = self._held.get(session_id)
         if held is None or held.owner != owner or held.busy is not None or self.keeper is None:
             return
         if self.keeper.failing or held.durable is None:
@@ -272,14 +272,14 @@ class Sessions:
             finally:
                 held.busy = None
 
-    async def wake(self, owner: str, name: str) -> None:
+    async def wake(self, owner: str, session_id: str) -> None:
         """Continue a parked session, or that of a server that has ended, or raise the reason
         against it."""
-        is_unknown = name not in self._held and name not in self._parked
-        if is_unknown and self.keeper is not None and await self.keeper.adopted(name, owner):
-            self._parked.setdefault(name, owner)
-        if self._parked.get(name) == owner:
-            await self._unpark(name, owner)
+        is_unknown = session_id not in self._held and session_id not in self._parked
+        if is_unknown and self.keeper is not None and await self.keeper.adopted(session_id, owner):
+            self._parked.setdefault(session_id, owner)
+        if self._parked.get(session_id) == owner:
+            await self._unpark(session_id, owner)
 
     async def resume(self) -> None:
         """Continue the sessions in the journal. Those that cannot be continued are parked."""
@@ -287,21 +287,21 @@ class Sessions:
             return
         found = await self.keeper.owners()
         self._parked |= found
-        for name, owner in found.items():
+        for session_id, owner in found.items():
             try:
-                await self._unpark(name, owner)
+                await self._unpark(session_id, owner)
             except QuireError as error:
-                logs.event("not_resumed", session=name, reason=str(error))
+                logs.event("not_resumed", session=session_id, reason=str(error))
         # Counted from now, so that a clock that was set back does not give the same time again.
         await asyncio.gather(*(_quietly(self.keep(held)) for held in self._held.values()))
         if found:
             logs.event("resumed", sessions=len(self._held), kept=len(found))
 
-    async def _unpark(self, name: str, owner: str) -> None:
+    async def _unpark(self, session_id: str, owner: str) -> None:
         assert self.keeper is not None
-        found = await self.keeper.restored(name, owner)
-        if found is None or name not in self._parked:
-            self._parked.pop(name, None)
+        found = await self.keeper.restored(session_id, owner)
+        if found is None or session_id not in self._parked:
+            self._parked.pop(session_id, None)
             if found is not None:
                 await found[1].close()  # another call was first
             return
@@ -312,10 +312,12 @@ class Sessions:
         except BaseException:
             await session.close()
             raise
-        del self._parked[name]
+        del self._parked[session_id]
         ttl = record.ttl or self._settings.session_ttl
         used = self._clock() - ttl + left_of(record, Moment.now())
-        self._held[name] = held = HeldSession(name, owner, session, record.parent, ttl, used, created=record.created)
+        self._held[session_id] = held = HeldSession(
+            session_id, owner, session, record.parent, ttl, used, created=record.created
+        )
         held.durable = digest_of(record)
         self._sweep_soon()
 
@@ -328,18 +330,18 @@ class Sessions:
 
     # -- closing -----------------------------------------------------------------------------------
 
-    async def close(self, owner: str, name: str) -> None:
+    async def close(self, owner: str, session_id: str) -> None:
         """Close a session, and cancel a call that uses it. Raise ``NotFound`` as ``get`` does, and
         ``NotDurable`` if the journal cannot forget it; then it stays."""
-        await self.wake(owner, name)
-        held = self.get(owner, name)
+        await self.wake(owner, session_id)
+        held = self.get(owner, session_id)
         if self.keeper is not None:
             held.is_closing = True
             try:
-                await self.keeper.forget(name)
+                await self.keeper.forget(session_id)
             finally:
                 held.is_closing = False
-        self._held.pop(name, None)
+        self._held.pop(session_id, None)
         await _close(held)
 
     async def close_all(self) -> None:

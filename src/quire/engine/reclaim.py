@@ -14,12 +14,12 @@ from quire.engine.in_flight import InFlightSteps
 from quire.engine.pins import PrefixPins
 from quire.engine.request_queues import RequestQueues
 from quire.engine.requests import Requests
-from quire.runner.reclaim import Rank
+from quire.runner.reclaim import ReclaimKind
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSequences:
-    """The sequences of an engine, as ``AgedSequences``."""
+    """Implements ``engine.checkpoints.AgedSequences`` for an engine."""
 
     queues: RequestQueues
     branches: SessionBranches
@@ -54,26 +54,26 @@ class EngineReclaim:
     prefix_pins: PrefixPins
     finalizers: FinalizerQueue
 
-    def reclaim_one(self, rank: Rank) -> bool:
-        """Give up one thing of this rank."""
+    def reclaim_one(self, kind: ReclaimKind) -> bool:
+        """Give up one thing of this kind."""
         kept = self.checkpoints
-        match rank:
-            case Rank.FINALIZERS:
+        match kind:
+            case ReclaimKind.FINALIZERS:
                 # In a step the yielding request is alone, and asks for itself.
                 return self.finalizers.run_finalizers() or (
                     not self.in_flight.stepping and self.requests.end_yielding()
                 )
-            case Rank.SCARCE_STATES:
+            case ReclaimKind.SCARCE_STATES:
                 states = self.branches.runner.state.num_available_states
                 return kept is not None and not states and kept.drop_one()
-            case Rank.WRITING:
+            case ReclaimKind.WRITING:
                 return self.stored.drop_pending_writes()
-            case Rank.PREFIXES:
+            case ReclaimKind.PREFIXES:
                 self.prefix_pins.expire()
                 return self.branches.evict()
-            case Rank.IDLE:
+            case ReclaimKind.IDLE:
                 return self.requests.yielding is None and self.branches.drop_idle()
-            case Rank.STATES:
+            case ReclaimKind.STATES:
                 return kept is not None and kept.drop_one()
 
     def reclaimable(self) -> set[SeqId]:
