@@ -13,15 +13,15 @@ MUTANTS = (
     Mutant(
         name="a-block-in-one-call-forgets-adapters-of-the-shared-expert",
         file="models/blocks.py",
-        old="(out, *(() if mlp.shared is None else mlp.shared.maps))",
-        new="(out,)",
+        old="(mlp.call, () if mlp.shared is None else mlp.shared.maps)",
+        new="(mlp.call, ())",
         tests=("runner/test_joined_hybrids.py::test_an_adapter_of_the_shared_expert_leaves_the_calls",),
     ),
     Mutant(
         name="a-block-takes-experts-of-another-type",
         file="kernels/block.py",
-        old="if (mixture.dtype, mixture.width) != (out.dtype, out.weights.outputs):",
-        new="if False:",
+        old="if not isinstance(mlp, NativeMixture) or (mlp.dtype, mlp.width) != (dtype, native.width):",
+        new="if not isinstance(mlp, NativeMixture):",
         tests=("kernels/test_expert_blocks.py::test_parts_that_do_not_fit_are_not_joined",),
     ),
     Mutant(
@@ -37,6 +37,27 @@ MUTANTS = (
         old="tail.columns % gates.weights.outputs == 0",
         new="True",
         tests=("kernels/test_mixed_blocks.py::test_parts_that_do_not_fit_are_not_joined",),
+    ),
+    Mutant(
+        name="a-call-forgets-the-factors-of-columns",
+        file="kernels/block.py",
+        old="native.in_factor, native.columns = factor, None if scale_Z is None else scale_Z.data_ptr()",
+        new="native.in_factor = factor",
+        tests=("kernels/test_bare_blocks.py::test_a_mixer_alone",),
+    ),
+    Mutant(
+        name="attention-reads-the-sum-with-the-mixer-beside-it",
+        file="kernels/block.py",
+        old="native.aside = 1",
+        new="native.aside = 0",
+        tests=("kernels/test_bare_blocks.py::test_a_mixer_beside_attention",),
+    ),
+    Mutant(
+        name="wide-rows-run-their-parts",
+        file="models/blocks.py",
+        old="row_dtype = None if norm.dtype is None else norm.weight.dtype",
+        new="row_dtype = None",
+        tests=("runner/test_joined_hybrids.py::test_random_steps",),
     ),
     Mutant(
         name="a-token-alone-adds-its-experts-backwards",
