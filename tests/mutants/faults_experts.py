@@ -60,6 +60,13 @@ MUTANTS = (
         tests=("runner/test_joined_hybrids.py::test_random_steps",),
     ),
     Mutant(
+        name="a-call-forgets-the-multiplier-of-gates",
+        file="models/falcon_h1.py",
+        old="GateForm(mlp.activation), mlp.gate_multiplier, mlp.down_multiplier)",
+        new="GateForm(mlp.activation), 1.0, mlp.down_multiplier)",
+        tests=("runner/test_joined_hybrids.py::test_random_steps",),
+    ),
+    Mutant(
         name="a-token-alone-adds-its-experts-backwards",
         file="nn/experts.py",
         old="in enumerate(experts_TK[0].tolist()):",

@@ -27,6 +27,7 @@ HYBRIDS = (
     *("bamba", "bamba-biases", "bamba-clamped", "lfm2", "lfm2-biases-untied", "qwen3.5", "granite-4-dense"),
     *("granite-4", "lfm2-moe", "qwen3-next", "qwen3.5-moe", "lfm3"),
     *("mamba2", "mamba2-biases-tied", "nemotron-h", "nemotron-h-dense"),
+    *("falcon-h1", "falcon-h1-normed", "falcon-h1-gated-first", "falcon-h1-biases-plain"),
 )
 MIXTURES = ("mixtral", "qwen2-moe", "qwen2-moe-some", "qwen3-moe-dense-ends", "gpt-oss-clamped")
 FAMILIES = (*HYBRIDS, *MIXTURES)
