@@ -1,9 +1,9 @@
 """Gain of blocks in one call: decode steps with one call per block, and with separate parts, in
 turns.
 
-The model is a random checkpoint of a real shape, or that of ``--model``; the prompts have 120
-tokens. *faster* is the time without over the time with, the median of neighbouring rounds, then the
-least and the most.
+The model is a random checkpoint of a real shape or of ``checkpoints.DRAWN``, or that of
+``--model``; the prompts have 120 tokens. *faster* is the time without over the time with, the
+median of neighbouring rounds, then the least and the most.
 
 ``python bench/blocks.py [--shape smollm2-135m | --model PATH] [--dtype bfloat16] [--quantization
 int4] [--batches 1,4,16] [--rounds 7] [--tokens 40]``
@@ -19,9 +19,9 @@ from typing import Any
 from quire import LLM, SamplingParams
 from quire.base.errors import QuireError, Unsupported
 from quire.kernels.native_library import native_problem
-from quire.models.blocks import SerialBlock
+from quire.models.blocks import Joinable
 from quire.sessions.session import Session
-from quire_bench.checkpoints import checkpoint
+from quire_bench.checkpoints import DRAWN, checkpoint, drawn
 from quire_bench.reports import print_json, print_table
 
 PROMPT = [1, 5, 9] * 40
@@ -40,10 +40,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     if reason := native_problem():
         raise Unsupported(f"blocks in one call: {reason}")
     options: dict[str, Any] = {"kv_cache_memory": "512MiB", "enable_prefix_caching": False}
-    path = arguments.model or checkpoint(arguments.shape)
+    path = arguments.model or (drawn if arguments.shape in DRAWN else checkpoint)(arguments.shape)
     lines = []
     with LLM(str(path), dtype=arguments.dtype, quantization=arguments.quantization, **options) as llm:
-        blocks = [one for one in llm.model.blocks if isinstance(one, SerialBlock) and one.joined is not None]
+        blocks = [one for one in llm.model.blocks if isinstance(one, Joinable) and one.joined is not None]
         if not blocks:
             raise Unsupported(f"{path}: no block of it runs as one call")
         joined, stack = [one.joined for one in blocks], llm.model.stack

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from quire import LLM, SamplingParams
 from quire.base.types import Add, Chunk, Inputs, Pop, Remove, Step
-from quire.contracts.block_calls import NormWeight, Residuals
+from quire.contracts.block_calls import MLPParts, NormWeight, Residuals
 from quire.contracts.executor_calls import PrefillInput
+from quire.contracts.experts import GateForm
 from quire.contracts.linear import WeightForm
 from quire.contracts.rows import ActivationName
 from quire.kernels.block import MOST_ROWS, NativeBlock, NativeBlocks, NativeStack, NativeTail, native_blocks
@@ -76,7 +77,7 @@ class End:
         self.norm_E = self.drawn(width)
         place, scale = arrangement.split()[0], 0.22 if "scaled" in arrangement else 1.0
         inner, *behind = (NormWeight(self.drawn(width).to(norms or self.dtype), 10.0**-power) for power in (5, 2, 4))
-        self.residuals = Residuals(inner if place in ("pre", "sandwich") else None, scale=scale)
+        self.residuals = Residuals(inner if place in ("pre", "sandwich") else None, scale=scale, mlp_scale=scale)
         if place in ("post", "sandwich"):
             self.residuals = self.residuals._replace(attention_out=behind[0], mlp_out=behind[1])
 
@@ -87,7 +88,7 @@ class End:
         def norm(given: NormWeight | None, y_TE: Tensor) -> Tensor:
             return y_TE if given is None else rows.rms_norm(y_TE, *given)
 
-        mlp_in, attention_out, mlp_out, scale = self.residuals
+        mlp_in, attention_out, mlp_out, scale, _ = self.residuals
         h_TE = norm(attention_out, self.out(heads_TC))
         if mlp_in is not None:
             n_TE = rows.add_rms_norm(h_TE, x_TE, *mlp_in, scale)
@@ -96,10 +97,13 @@ class End:
         y_TE = norm(mlp_out, self.down(rows.gated(self.gate_up(n_TE), activation)))
         return y_TE.add_(h_TE) if scale == 1.0 else rows.add_scaled(y_TE, h_TE, scale)
 
+    def mlp(self, activation: ActivationName) -> MLPParts:
+        return MLPParts(self.gate_up, self.down, GateForm(activation))
+
     def joined(self, activation: ActivationName, heads_TC: Tensor, x_TE: Tensor) -> Tensor:
         library = native_library()
         assert library is not None
-        call = NativeBlocks(library).tail(self.out, self.residuals, self.gate_up, self.down, activation)
+        call = NativeBlocks(library).tail(self.out, self.residuals, self.mlp(activation))
         assert call is not None
         assert call.takes(x_TE)
         return call(heads_TC, x_TE)
@@ -185,15 +189,16 @@ def test_parts_that_do_not_fit_are_not_joined(rows: NativeRows) -> None:
     one, other = End((64, 96, 64), (torch.float32, "float32")), End((48, 200, 24), (torch.float32, "float32"))
     norm = NormWeight(one.norm_E, 1e-5)
     sums = Residuals(norm)
-    call = blocks.tail(one.out, sums, one.gate_up, one.down, "silu")
+    mlp = one.mlp("silu")
+    call = blocks.tail(one.out, sums, mlp)
     assert call is not None
-    assert blocks.tail(one.out, sums, other.gate_up, one.down, "silu") is None
-    assert blocks.tail(one.out, sums, one.gate_up, other.down, "silu") is None
-    assert blocks.tail(other.out, sums, one.gate_up, one.down, "silu") is None
+    assert blocks.tail(one.out, sums, mlp._replace(first=other.gate_up)) is None
+    assert blocks.tail(one.out, sums, mlp._replace(down=other.down)) is None
+    assert blocks.tail(other.out, sums, mlp) is None
     for weight_E in (other.norm_E, one.norm_E.bfloat16(), one.norm_E.repeat_interleave(2)[::2]):
         bad = NormWeight(weight_E, 1e-5)
         for residuals in (Residuals(bad), Residuals(norm, bad, norm), Residuals(norm, norm, bad), Residuals(None, bad)):
-            assert blocks.tail(one.out, residuals, one.gate_up, one.down, "silu") is None
+            assert blocks.tail(one.out, residuals, mlp) is None
         assert blocks.whole(bad, one.gate_up, call) is None
     assert blocks.whole(norm, one.gate_up, call) is not None  # any map of E inputs
     assert blocks.whole(None, one.gate_up, call) is not None

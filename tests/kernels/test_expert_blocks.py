@@ -56,7 +56,7 @@ class ExpertsEnd(Ended):
         self.experts = Layer(shape, (parts.dtype, parts.form), gate, routing, level)
         place, scale = arrangement.split()[0], 0.22 if "scaled" in arrangement else 1.0
         before, *behind = (NormWeight(parts.drawn(WIDTH).to(norms or parts.dtype), 10.0**-power) for power in (5, 2, 4))
-        self.residuals = Residuals(before if place in ("pre", "sandwich") else None, scale=scale)
+        self.residuals = Residuals(before if place in ("pre", "sandwich") else None, scale=scale, mlp_scale=scale)
         if place in ("post", "sandwich"):
             self.residuals = self.residuals._replace(attention_out=behind[0], mlp_out=behind[1])
 
@@ -66,7 +66,7 @@ class ExpertsEnd(Ended):
         return mixture_of(self.experts)
 
     def tail(self) -> NativeTail:
-        found = self.parts.blocks.experts_tail(self.out, self.residuals, self.mixture)
+        found = self.parts.blocks.tail(self.out, self.residuals, self.mixture)
         assert found is not None
         return found
 
@@ -76,7 +76,7 @@ class ExpertsEnd(Ended):
         def norm(given: NormWeight | None, y_TE: Tensor) -> Tensor:
             return y_TE if given is None else rows.rms_norm(y_TE, *given)
 
-        mlp_in, attention_out, mlp_out, scale = self.residuals
+        mlp_in, attention_out, mlp_out, scale, _ = self.residuals
         assert self.experts is not None
         h_TE = norm(attention_out, self.out(heads_TC))
         if mlp_in is not None:
@@ -145,7 +145,7 @@ def test_every_level_and_any_number_of_threads(rounds: int) -> None:
 def test_parts_that_do_not_fit_are_not_joined() -> None:
     parts, other = Parts((torch.float32, "float32"), 1), Parts((torch.bfloat16, "bfloat16"), 1)
     end, half = ExpertsEnd(parts), ExpertsEnd(other)
-    tail = parts.blocks.experts_tail
+    tail = parts.blocks.tail
     assert tail(end.out, end.residuals, end.mixture) is not None
     assert tail(end.out, end.residuals, half.mixture) is None
     assert tail(half.out, end.residuals, end.mixture) is None

@@ -21,7 +21,8 @@ from tests.kernels.test_native_mixers import LAYERS as EVERY_LAYER
 from tests.kernels.test_native_mixers import PLANS, Inputs, Layer, chains, drawn_inputs, trees
 from torch import Tensor
 
-from quire.contracts.block_calls import ModelEnds, NormWeight, Residuals, StackParts
+from quire.contracts.block_calls import MLPParts, ModelEnds, NormWeight, Residuals, StackParts
+from quire.contracts.experts import GateForm
 from quire.contracts.layers import FullAttention, RopeSpec
 from quire.contracts.linear import WeightForm
 from quire.contracts.recurrence import RecurrencePlan, StackPools, StackStates
@@ -108,9 +109,9 @@ class Ended:
     def tail(self) -> NativeTail:
         blocks, sums = self.parts.blocks, Residuals(self.norm)
         if self.experts is None:
-            found = blocks.tail(self.out, sums, self.gate_up, self.down, "silu")
+            found = blocks.tail(self.out, sums, MLPParts(self.gate_up, self.down, GateForm("silu")))
         else:
-            found = blocks.experts_tail(self.out, sums, mixture_of(self.experts))
+            found = blocks.tail(self.out, sums, mixture_of(self.experts))
         assert found is not None
         return found
 

@@ -18,7 +18,8 @@ from tests.kernels.native_forms import FORMS, three_threads  # noqa: F401
 from torch import Tensor
 
 from quire.contracts.attention import Scoring
-from quire.contracts.block_calls import LayerKernels, ModelEnds, NormWeight, Residuals, StackParts
+from quire.contracts.block_calls import LayerKernels, MLPParts, ModelEnds, NormWeight, Residuals, StackParts
+from quire.contracts.experts import GateForm
 from quire.contracts.kv_format import PlainRows
 from quire.contracts.layers import FullAttention, LayerSpec, RopeSpec, WindowedAttention
 from quire.contracts.linear import WeightForm
@@ -66,10 +67,9 @@ class Small:
         whole, layers = [], []
         for _ in range(2):
             norm = NormWeight(self.drawn(WIDTH), 1e-5)
-            sums = Residuals(None, norm, norm, 0.22) if behind else Residuals(norm)
-            tail = blocks.tail(
-                self.map(WIDTH, HEADS * HEAD), sums, self.map(2 * INNER, WIDTH), self.map(WIDTH, INNER), "silu"
-            )
+            sums = Residuals(None, norm, norm, 0.22, 0.22) if behind else Residuals(norm)
+            out, mlp = self.map(WIDTH, HEADS * HEAD), (self.map(2 * INNER, WIDTH), self.map(WIDTH, INNER))
+            tail = blocks.tail(out, sums, MLPParts(*mlp, GateForm("silu")))
             assert tail is not None
             block = blocks.whole(None if behind else norm, self.map((HEADS + 2) * HEAD, WIDTH), tail)
             assert block is not None

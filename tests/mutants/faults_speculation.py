@@ -218,8 +218,8 @@ MUTANTS = (
     Mutant(
         name="outputs-are-those-of-the-next-block",
         file="kernels/block.py",
-        old="                found.append(x_TE)\n                start = block + 1",
-        new="                found.append(x_TE)\n                start = block",
+        old="                found.append(x_TE)\n                start = self._stops[block]",
+        new="                found.append(x_TE)\n                start = self._stops[block] - 1",
         tests=(f"{HEAD_TESTS}::test_logits_are_those_of_the_definition",),
     ),
     Mutant(

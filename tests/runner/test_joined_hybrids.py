@@ -19,13 +19,15 @@ from quire.base.types import Add, Chunk, Commit, Edit, Fork, Inputs, Pop, Remove
 from quire.contracts.layers import Recurrent
 from quire.kernels.block import NativeBlock, NativeStack
 from quire.kernels.native_library import native_problem
-from quire.models.blocks import SerialBlock
+from quire.models.blocks import Joinable, SerialBlock
 from quire.models.families import LoadedModel
 from quire.runner.local import LocalRunner
 
 HYBRIDS = (
     *("bamba", "bamba-biases", "bamba-clamped", "lfm2", "lfm2-biases-untied", "qwen3.5", "granite-4-dense"),
     *("granite-4", "lfm2-moe", "qwen3-next", "qwen3.5-moe", "lfm3"),
+    *("mamba2", "mamba2-biases-tied", "nemotron-h", "nemotron-h-dense"),
+    *("falcon-h1", "falcon-h1-normed", "falcon-h1-gated-first", "falcon-h1-biases-plain"),
 )
 MIXTURES = ("mixtral", "qwen2-moe", "qwen2-moe-some", "qwen3-moe-dense-ends", "gpt-oss-clamped")
 FAMILIES = (*HYBRIDS, *MIXTURES)
@@ -56,7 +58,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def apart(model: LoadedModel) -> LoadedModel:
     """Take the calls out of a model."""
     for block in model.blocks:
-        if isinstance(block, SerialBlock):
+        if isinstance(block, Joinable):
             block.joined = None
     model.stack = None
     return model
@@ -179,11 +181,13 @@ def test_each_block_by_itself(name: str, tmp_path: Path, calls: list[str]) -> No
     assert len(calls) == 5 * len(twins.models[0].blocks)
 
 
-@pytest.mark.parametrize("name", ["mamba2", "falcon-h1", "nemotron-h", "bamba-biases", "mixtral"])
+@pytest.mark.parametrize(
+    "name", ["mamba2-gelu-narrow", "nemotron-h-latent", "bamba-biases", "mixtral", "mamba2", "falcon-h1", "nemotron-h"]
+)
 def test_what_is_not_joined_runs_its_parts(name: str, tmp_path: Path, calls: list[str]) -> None:
     """Prompts of more rows than a call takes, and models with other blocks."""
     twins = Twins(name, "float32", tmp_path)
-    count = 70 if name in ("bamba-biases", "mixtral") else 9
+    count = 9 if name in ("mamba2-gelu-narrow", "nemotron-h-latent") else 70
     twins.run(Add(0), chunks=(Chunk(0, [token % 90 for token in range(count)]),))
     twins.lengths[0] = count
     twins.compare()

@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.contracts.attention import Scoring
-from quire.contracts.experts import ExpertKernel, MixtureCall
+from quire.contracts.experts import ExpertKernel, GateForm, MixtureCall
 from quire.contracts.kv_format import KVView
 from quire.contracts.layers import RopeSpec
 from quire.contracts.linear import BlockRows, CodeRows, LinearKernel, LinearMap, Quantization
 from quire.contracts.recurrence import MixerCall, MixerKernel, RecurrentParts, StackStates
-from quire.contracts.rows import ActivationName, HeadNormWeights, Rotation, RowKernels
+from quire.contracts.rows import HeadNormWeights, Rotation, RowKernels
 
 
 class AttentionParts(NamedTuple):
@@ -91,13 +91,28 @@ class NormWeight(NamedTuple):
 
 
 class Residuals(NamedTuple):
-    """The sums of a block: ``h = x + scale * attention_out(a)``, then ``h + scale *
+    """The sums of a block: ``h = x + scale * attention_out(a)``, then ``h + mlp_scale *
     mlp_out(mlp(mlp_in(h)))``, with the result ``a`` of attention. None: no norm."""
 
     mlp_in: NormWeight | None
     attention_out: NormWeight | None = None
     mlp_out: NormWeight | None = None
     scale: float = 1.0
+    mlp_scale: float = 1.0
+
+
+class MLPParts(NamedTuple):
+    """A feed-forward layer of two products. The gates and the result may have a factor, after which
+    they are rounded."""
+
+    first: LinearMap
+    """E to what ``gate`` takes."""
+    down: LinearMap
+    """F to E"""
+    gate: GateForm
+    gate_factor: float = 1.0
+    """1 of a form without gates."""
+    down_factor: float = 1.0
 
 
 class ModelEnds(NamedTuple):
@@ -130,8 +145,8 @@ class BlockTail(Protocol):
         """Return True if the call supports such rows. For others run the parts one by one."""
 
     def __call__(self, heads_TC: Tensor, x_TE: Tensor) -> Tensor:
-        """Return fresh ``Residuals`` of ``out(heads)`` and ``down(gated(gate_up(h)))``, or of the
-        mixture of experts. Each number is the same to the bit as from the parts one by one."""
+        """Return fresh ``Residuals`` of ``out(heads)`` and the feed-forward part, or the sum with
+        the heads alone. Each number is the same to the bit as from the parts one by one."""
 
 
 class WholeBlock(Protocol):
@@ -140,18 +155,18 @@ class WholeBlock(Protocol):
     def takes(self, x_TE: Tensor) -> bool:
         """Return True if the call supports such rows. For others run the parts one by one."""
 
-    def __call__(self, x_TE: Tensor, parts: AttentionParts | RecurrentParts) -> Tensor:
+    def __call__(self, x_TE: Tensor, *parts: AttentionParts | RecurrentParts) -> Tensor:
         """Return a fresh result of the block's end over the heads ``attention(qkv(norm(x)))`` or
         ``mixer(projection(norm(x)))``, and write K and V, or states, to the layer's pools.
-        ``parts``: of the kind that the block has. Each number is the same to the bit as from the
-        parts one by one."""
+        ``parts``: of each layer that the block has, the mixer first. Each number is the same to the
+        bit as from the parts one by one."""
 
 
 class BlockStack(Protocol):
     """Whole blocks that run one after the other as one call."""
 
     dtype: torch.dtype
-    """Dtype of the rows."""
+    """Dtype of K, V and what the maps take; the rows may be wider."""
     most_tokens: int
     """Most tokens of a call of ``model``; 0: there is no such call."""
 
@@ -173,13 +188,15 @@ class BlockStack(Protocol):
 class BlockKernel(Protocol):
     """Joins the parts of a block. Methods return None for unsupported parts."""
 
-    def tail(
-        self, out: LinearMap, residuals: Residuals, gate_up: LinearMap, down: LinearMap, activation: ActivationName
-    ) -> BlockTail | None:
+    def tail(self, out: LinearMap, residuals: Residuals, mlp: MLPParts | MixtureCall) -> BlockTail | None:
         """Return the end of a block as one call."""
 
-    def experts_tail(self, out: LinearMap, residuals: Residuals, mixture: MixtureCall) -> BlockTail | None:
-        """Return the end of a block with experts in place of the MLP as one call."""
+    def bare_tail(self, out: LinearMap, scale: float = 1.0, row_dtype: torch.dtype | None = None) -> BlockTail | None:
+        """Return the end ``x + scale * out(heads)`` of a block without an MLP. ``row_dtype``: that
+        of x and the sum; None: that of the heads."""
+
+    def feed_forward(self, norm: NormWeight, mlp: MLPParts | MixtureCall) -> WholeBlock | None:
+        """Return the block ``x + mlp(norm(x))``."""
 
     def whole(
         self,
@@ -189,17 +206,31 @@ class BlockKernel(Protocol):
         *,
         gated: bool = False,
         gates: LinearMap | None = None,
+        factor: float = 1.0,
     ) -> WholeBlock | None:
         """Return a block with attention and this end as one call. ``norm``: before attention, None:
         none. ``gated``: each query head of ``qkv`` is followed by a gate of its size, for
         ``RowKernels.gate_heads``. ``gates``: the map to one gate for each query head; not with
-        ``gated``."""
+        ``gated``. ``factor``: of the norm's result; 1 without a norm."""
 
     def mixed(
-        self, norm: NormWeight, project: LinearMap, rates: LinearMap | None, mixer: MixerCall, tail: BlockTail
+        self,
+        norm: NormWeight,
+        project: LinearMap,
+        rates: LinearMap | None,
+        mixer: MixerCall,
+        tail: BlockTail,
+        *,
+        factor: float = 1.0,
+        scale_Z: Tensor | None = None,
     ) -> WholeBlock | None:
         """Return a block with a recurrent layer and this end as one call. ``project``, ``rates``:
-        the maps to what ``mixer`` takes."""
+        the maps to what ``mixer`` takes. ``factor``: of the norm's result. ``scale_Z``: factors of
+        the projection's columns, of its dtype; None: 1."""
+
+    def beside(self, mixer: WholeBlock, block: WholeBlock) -> WholeBlock | None:
+        """Return ``block`` with its first sum over the result of ``mixer`` instead of the input
+        that both have. ``mixer``: of a bare tail."""
 
     def stack(self, blocks: Sequence[WholeBlock], ends: ModelEnds | None) -> BlockStack | None:
         """Return consecutive blocks as one call, if possible including a model's ``ends``."""

@@ -11,10 +11,10 @@ Letters: as in ``contracts.block_calls``.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from threading import Lock
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -25,6 +25,7 @@ from torch import Tensor
 from quire.contracts.block_calls import (
     AttentionParts,
     BlockTail,
+    MLPParts,
     ModelEnds,
     NormWeight,
     Residuals,
@@ -35,28 +36,39 @@ from quire.contracts.block_calls import (
 from quire.contracts.experts import MixtureCall
 from quire.contracts.linear import LinearMap
 from quire.contracts.recurrence import MixerCall, RecurrentParts, StackPools
-from quire.contracts.rows import ActivationName
-from quire.kernels.experts import NativeMixture
+from quire.kernels.experts import NativeGate, NativeMixture, native_gate
 from quire.kernels.linear.cpu_linear import NativeMap
 from quire.kernels.native_library import NativeLibrary, native_library
 from quire.kernels.recurrence.cpu_recurrence import NativeMixer
-from quire.kernels.rows.cpu_rows import ACTIVATION_NUMBERS, TYPES
+from quire.kernels.rows.cpu_rows import TYPES
 from quire.weights.packed import EXACT_FORMS
 
 MOST_ROWS = 64
 """Most rows of a call. With more rows, the overhead of separate calls is small beside their
 work."""
+_WIDE = 3
+_TYPES: Mapping[tuple[torch.dtype, torch.dtype, torch.dtype], int] = {
+    **{(rows, weight, rows): number for (rows, weight), number in TYPES.items()},
+    (torch.bfloat16, torch.float32, torch.float32): _WIDE,
+}
+"""C++ numbers of the dtypes of activations, of norms' weights, and of the rows of the residual
+stream."""
 
 
 class _Block(ctypes.Structure):
+    """``Block`` of ``cpu/block.h``."""
+
     _fields_: ClassVar = [
         *((name, ctypes.c_void_p) for name in ("qkv", "out", "gate_up", "down", "attention_norm", "mlp_norm", "parallel")),
-        *((name, ctypes.c_int64) for name in ("types", "activation")),
+        *((name, ctypes.c_int64) for name in ("types", "width")),
+        ("gate", NativeGate),
         *((name, ctypes.c_double) for name in ("attention_eps", "mlp_eps")),
         *((name, ctypes.c_void_p) for name in ("attention_out_norm", "mlp_out_norm")),
-        *((name, ctypes.c_double) for name in ("attention_out_eps", "mlp_out_eps", "scale")),
+        *((name, ctypes.c_double) for name in ("attention_out_eps", "mlp_out_eps")),
+        *((name, ctypes.c_double) for name in ("scale", "mlp_scale", "in_factor", "gate_factor", "down_factor")),
         ("gated", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("mixer", "rates", "experts")),
+        *((name, ctypes.c_void_p) for name in ("mixer", "rates", "experts", "columns")),
+        ("aside", ctypes.c_int64),
     ]  # fmt: skip
 
 
@@ -88,44 +100,57 @@ class NativeBlocks:
         )
         self._parallel = library.parallel
 
-    def tail(
-        self, out: LinearMap, residuals: Residuals, gate_up: LinearMap, down: LinearMap, activation: ActivationName
-    ) -> BlockTail | None:
+    def tail(self, out: LinearMap, residuals: Residuals, mlp: MLPParts | MixtureCall) -> NativeTail | None:
         """See the contract."""
-        maps = _native((out, gate_up, down))
-        width, inner = out.weights.outputs, down.weights.inputs
-        fits = down.weights.outputs == width == gate_up.weights.inputs and gate_up.weights.outputs == 2 * inner
-        native = None if maps is None or not fits else self._summed(maps[0], residuals)
-        if maps is None or native is None:
+        if not isinstance(out, NativeMap):
             return None
-        native.gate_up, native.down, native.activation = maps[1].place, maps[2].place, ACTIVATION_NUMBERS[activation]
-        return NativeTail(self._tail, native, (maps, residuals), maps[0])
-
-    def experts_tail(self, out: LinearMap, residuals: Residuals, mixture: MixtureCall) -> NativeTail | None:
-        """See the contract."""
-        if not (isinstance(out, NativeMap) and isinstance(mixture, NativeMixture)):
-            return None
-        if (mixture.dtype, mixture.width) != (out.dtype, out.weights.outputs):
-            return None
-        native = self._summed(out, residuals)
-        if native is None:
-            return None
-        # One call may run it with blocks of gated MLPs, which have the experts' activation.
-        native.experts, native.activation = mixture.place, mixture.activation
-        return NativeTail(self._tail, native, (mixture, residuals), out)
-
-    def _summed(self, out: NativeMap, residuals: Residuals) -> _Block | None:
-        """Return the end of a block without its feed-forward part; None for unsupported norms."""
         norms = [one for one in (residuals.mlp_in, residuals.attention_out, residuals.mlp_out) if one is not None]
         kinds = {one.weight_E.dtype for one in norms}
-        types = TYPES.get((out.dtype, next(iter(kinds), out.dtype)))
-        if types is None or len(kinds) > 1 or any(_width(one) != out.weights.outputs for one in norms):
+        native = self._block(out.dtype, next(iter(kinds), out.dtype), out.dtype, out.weights.outputs)
+        if native is None or len(kinds) > 1 or any(_width(one) != native.width for one in norms):
             return None
-        native = _Block(out=out.place, parallel=self._parallel, types=types, scale=residuals.scale)
+        kept = _feed(native, mlp, out.dtype)
+        if kept is None:
+            return None
+        native.out, native.scale, native.mlp_scale = out.place, residuals.scale, residuals.mlp_scale
         native.mlp_norm, native.mlp_eps = _norm(residuals.mlp_in)
         native.attention_out_norm, native.attention_out_eps = _norm(residuals.attention_out)
         native.mlp_out_norm, native.mlp_out_eps = _norm(residuals.mlp_out)
-        return native
+        return NativeTail(self._tail, native, (kept, residuals), out, has_norms=bool(norms))
+
+    def bare_tail(self, out: LinearMap, scale: float = 1.0, row_dtype: torch.dtype | None = None) -> NativeTail | None:
+        """See the contract."""
+        if not isinstance(out, NativeMap):
+            return None
+        native = self._block(out.dtype, row_dtype or out.dtype, row_dtype or out.dtype, out.weights.outputs)
+        if native is None:
+            return None
+        native.out, native.scale = out.place, scale
+        return NativeTail(self._tail, native, None, out, has_norms=False)
+
+    def feed_forward(self, norm: NormWeight, mlp: MLPParts | MixtureCall) -> NativeBlock | None:
+        """See the contract."""
+        last = mlp.down if isinstance(mlp, MLPParts) else mlp
+        if isinstance(last, NativeMap):
+            dtype, width = last.dtype, last.weights.outputs
+        elif isinstance(last, NativeMixture):
+            dtype, width = last.dtype, last.width
+        else:
+            return None
+        native = self._block(dtype, norm.weight_E.dtype, dtype, width)
+        if native is None or _width(norm) != width or (kept := _feed(native, mlp, dtype)) is None:
+            return None
+        native.mlp_norm, native.mlp_eps = _norm(norm)
+        return NativeBlock(self._whole, native, (norm, kept), dtype, None)
+
+    def _block(self, dtype: torch.dtype, weight: torch.dtype, row_dtype: torch.dtype, width: int) -> _Block | None:
+        """Return a block without any part; None for unsupported types of activations, weights of
+        norms, and rows."""
+        types = _TYPES.get((dtype, weight, row_dtype))
+        if types is None:
+            return None
+        factors = dict.fromkeys(("scale", "mlp_scale", "in_factor", "gate_factor", "down_factor"), 1.0)
+        return _Block(parallel=self._parallel, types=types, width=width, **factors)
 
     def whole(
         self,
@@ -135,16 +160,25 @@ class NativeBlocks:
         *,
         gated: bool = False,
         gates: LinearMap | None = None,
+        factor: float = 1.0,
     ) -> NativeBlock | None:
         """See the contract."""
         if gates is None:
-            return self._begun(norm, (qkv,), tail, None, gated=gated)
+            return self._begun(norm, (qkv,), tail, None, factor, gated=gated)
         # Heads of equal size, of which each has a gate.
         fits = not gated and isinstance(tail, NativeTail) and tail.columns % gates.weights.outputs == 0
-        return self._begun(norm, (qkv, gates), tail, None) if fits else None
+        return self._begun(norm, (qkv, gates), tail, None, factor) if fits else None
 
     def mixed(
-        self, norm: NormWeight, project: LinearMap, rates: LinearMap | None, mixer: MixerCall, tail: BlockTail
+        self,
+        norm: NormWeight,
+        project: LinearMap,
+        rates: LinearMap | None,
+        mixer: MixerCall,
+        tail: BlockTail,
+        *,
+        factor: float = 1.0,
+        scale_Z: Tensor | None = None,
     ) -> NativeBlock | None:
         """See the contract."""
         if not (isinstance(mixer, NativeMixer) and isinstance(tail, NativeTail)):
@@ -152,7 +186,12 @@ class NativeBlocks:
         given = (mixer.dtype, mixer.columns, mixer.width, mixer.rates)
         if given != (tail.dtype, project.weights.outputs, tail.columns, 0 if rates is None else rates.weights.outputs):
             return None
-        return self._begun(norm, (project,) if rates is None else (project, rates), tail, mixer)
+        maps = (project,) if rates is None else (project, rates)
+        if scale_Z is None:
+            return self._begun(norm, maps, tail, mixer, factor)
+        if (scale_Z.dtype, scale_Z.shape) != (tail.dtype, (mixer.columns,)) or not scale_Z.is_contiguous():
+            return None
+        return self._begun(norm, maps, tail, mixer, factor, scale_Z=scale_Z)
 
     def _begun(
         self,
@@ -160,8 +199,10 @@ class NativeBlocks:
         maps: tuple[LinearMap, ...],
         tail: BlockTail,
         mixer: NativeMixer | None,
+        factor: float,
         *,
         gated: bool = False,
+        scale_Z: Tensor | None = None,
     ) -> NativeBlock | None:
         """Return a block with this end, and these maps of its normed input."""
         found = _native(maps)
@@ -169,16 +210,30 @@ class NativeBlocks:
             return None
         if {one.weights.inputs for one in maps} != {tail.width}:
             return None
-        if norm is not None and (TYPES.get((tail.dtype, norm.weight_E.dtype)), _width(norm)) != (
-            tail.native.types,
-            tail.width,
-        ):
-            return None
         native = _Block.from_buffer_copy(tail.native)
+        if norm is not None:
+            types = _TYPES.get((tail.dtype, norm.weight_E.dtype, tail.row_dtype))
+            if types is None or _width(norm) != tail.width or (tail.has_norms and types != native.types):
+                return None
+            native.types = types
+        elif factor != 1.0 or tail.row_dtype != tail.dtype:
+            return None
         native.qkv, (native.attention_norm, native.attention_eps) = found[0].place, _norm(norm)
         native.gated, native.mixer = gated, None if mixer is None else mixer.place
         native.rates = found[1].place if len(found) > 1 else None
-        return NativeBlock(self._whole, native, (norm, found, tail), tail, mixer)
+        native.in_factor, native.columns = factor, None if scale_Z is None else scale_Z.data_ptr()
+        return NativeBlock(self._whole, native, (norm, found, tail, scale_Z), tail.dtype, mixer)
+
+    def beside(self, mixer: WholeBlock, block: WholeBlock) -> NativeBlock | None:
+        """See the contract."""
+        if not (isinstance(mixer, NativeBlock) and isinstance(block, NativeBlock)) or mixer.kind != block.kind:
+            return None
+        if len(mixer.steps) > 1 or mixer.native.down or mixer.native.experts or not block.native.out:
+            return None
+        native = _Block.from_buffer_copy(mixer.native)
+        native.aside = 1
+        first = NativeBlock(self._whole, native, mixer, mixer.dtype, mixer.steps[0].mixer)
+        return NativeBlock(self._whole, block.native, (first, block), block.dtype, None, (*first.steps, *block.steps))
 
     def stack(self, blocks: Sequence[WholeBlock], ends: ModelEnds | None) -> NativeStack | None:
         """See the contract."""
@@ -191,29 +246,31 @@ class NativeBlocks:
 class _Few:
     """The common part of calls over one block: few rows of one dtype."""
 
-    __slots__ = ("_kept", "_run", "dtype", "native", "place", "width")
+    __slots__ = ("_kept", "_run", "dtype", "native", "place", "row_dtype", "width")
 
-    def __init__(
-        self, run: ctypes._NamedFuncPointer, native: _Block, kept: object, dtype: torch.dtype, width: int
-    ) -> None:
-        """``native`` holds addresses of memory that ``kept`` owns."""
+    def __init__(self, run: ctypes._NamedFuncPointer, native: _Block, kept: object, dtype: torch.dtype) -> None:
+        """``native`` holds addresses of memory that ``kept`` owns. ``dtype``: of activations."""
         self._run, self.native, self.place, self._kept = run, native, ctypes.addressof(native), kept
-        self.dtype, self.width = dtype, width
+        self.dtype, self.width = dtype, native.width
+        self.row_dtype = torch.float32 if native.types == _WIDE else dtype
+        """Dtype of the rows that are given and returned."""
 
     def takes(self, x_TE: Tensor) -> bool:
         """See the contracts."""
-        return 0 < x_TE.shape[0] <= MOST_ROWS and x_TE.dtype == self.dtype and x_TE.is_contiguous()
+        return 0 < x_TE.shape[0] <= MOST_ROWS and x_TE.dtype == self.row_dtype and x_TE.is_contiguous()
 
 
 class NativeTail(_Few):
     """``contracts.rows.BlockTail`` with everything ready for calls."""
 
-    __slots__ = ("columns",)
+    __slots__ = ("columns", "has_norms")
 
-    def __init__(self, run: ctypes._NamedFuncPointer, native: _Block, kept: object, out: NativeMap) -> None:
+    def __init__(
+        self, run: ctypes._NamedFuncPointer, native: _Block, kept: object, out: NativeMap, *, has_norms: bool
+    ) -> None:
         """``out``: the projection of the heads. ``kept``: as of ``_Few``, without ``out``."""
-        super().__init__(run, native, (kept, out), out.dtype, out.weights.outputs)
-        self.columns = out.weights.inputs
+        super().__init__(run, native, (kept, out), out.dtype)
+        self.columns, self.has_norms = out.weights.inputs, has_norms
 
     def __call__(self, heads_TC: Tensor, x_TE: Tensor) -> Tensor:
         """See the contract. ``MemoryError``: no memory for sums."""
@@ -227,32 +284,53 @@ class NativeTail(_Few):
         return y_TE
 
 
+class _Step(NamedTuple):
+    """A structure of a block, and the layer in it: a mixer, attention, or neither."""
+
+    place: int
+    mixer: NativeMixer | None
+    attends: bool
+
+
 class NativeBlock(_Few):
     """``contracts.block_calls.WholeBlock`` with everything ready for calls."""
 
-    __slots__ = ("mixer",)
+    __slots__ = ("steps",)
 
     def __init__(
-        self, run: ctypes._NamedFuncPointer, native: _Block, kept: object, tail: NativeTail, mixer: NativeMixer | None
+        self,
+        run: ctypes._NamedFuncPointer,
+        native: _Block,
+        kept: object,
+        dtype: torch.dtype,
+        mixer: NativeMixer | None,
+        steps: tuple[_Step, ...] = (),
     ) -> None:
-        """``mixer``: None: the block has attention."""
-        super().__init__(run, native, kept, tail.dtype, tail.width)
-        self.mixer = mixer
+        """``mixer``: None: the block has attention or no layer. ``steps``: all structures, the last
+        one ``native``; empty: it alone."""
+        super().__init__(run, native, kept, dtype)
+        self.steps = steps or (_Step(self.place, mixer, mixer is None and bool(native.qkv)),)
 
-    def __call__(self, x_TE: Tensor, parts: AttentionParts | RecurrentParts) -> Tensor:
+    def __call__(self, x_TE: Tensor, *parts: AttentionParts | RecurrentParts) -> Tensor:
         """See the contract. ``MemoryError``: no memory for sums."""
-        if isinstance(parts, AttentionParts):
-            assert self.mixer is None
-            return _run_blocks(self._run, np.array([(self.place, *parts)]), x_TE)
-        assert self.mixer is not None
-        assert parts.plan.num_rows == x_TE.shape[0]
-        states, bound = _States(*self.mixer.pools(parts.pools)), self.mixer.mixers.bound(parts)
-        return _run_blocks(self._run, np.array([(self.place, ctypes.addressof(states), bound.place)]), x_TE)
+        places, held, given = [], list[object](), iter(parts)
+        for step in self.steps:
+            one = next(given) if step.attends or step.mixer is not None else None
+            if step.mixer is not None:
+                assert isinstance(one, RecurrentParts)
+                assert one.plan.num_rows == x_TE.shape[0]
+                states, bound = _States(*step.mixer.pools(one.pools)), step.mixer.mixers.bound(one)
+                held += [states, bound]
+                places.append((step.place, ctypes.addressof(states), bound.place))
+            else:
+                assert one is None or isinstance(one, AttentionParts)
+                places.append((step.place, *(one or (0, 0))))
+        return _run_blocks(self._run, np.array(places), x_TE)
 
     @property
-    def kind(self) -> tuple[torch.dtype, int, int, int]:
+    def kind(self) -> tuple[torch.dtype, int, int]:
         """A key that is equal for blocks that one call can run."""
-        return self.dtype, self.width, self.native.types, self.native.activation
+        return self.dtype, self.width, self.native.types
 
 
 class NativeStack:
@@ -267,13 +345,14 @@ class NativeStack:
     ) -> None:
         """``blocks``: at least one, for rows of one dtype and width."""
         self._run, self._run_model, self._blocks, self._ends = run, run_model, tuple(blocks), ends
-        self._places = np.array([(one.place, 0, 0) for one in blocks])
+        steps = [step for one in blocks for step in one.steps]
+        self._places = np.array([(step.place, 0, 0) for step in steps])
         self._place = self._places.ctypes.data
-        self._attending, self._mixing = (
-            np.array([place for place, one in enumerate(blocks) if (one.mixer is not None) is mixes], dtype=np.int64)
-            for mixes in (False, True)
-        )
-        self._mixers = [one.mixer for one in blocks if one.mixer is not None]
+        self._stops = np.cumsum([len(one.steps) for one in blocks]).tolist()
+        """Of each block the number of steps up to its last one."""
+        self._attending = np.array([place for place, step in enumerate(steps) if step.attends], dtype=np.int64)
+        self._mixing = np.array([place for place, step in enumerate(steps) if step.mixer is not None], dtype=np.int64)
+        self._mixers = [step.mixer for step in steps if step.mixer is not None]
         self._states = WeakKeyDictionary[StackPools, tuple[ctypes.Array[_States], NDArray[np.int64]]]()
         """For the pools of each KV state: structures of its layers, and their addresses."""
         self._forward: object = None
@@ -314,9 +393,9 @@ class NativeStack:
         with self._lock:
             self._take(parts)
             for block in blocks:
-                x_TE = _run_blocks(self._run, self._places[start : block + 1], x_TE)
+                x_TE = _run_blocks(self._run, self._places[start : self._stops[block]], x_TE)
                 found.append(x_TE)
-                start = block + 1
+                start = self._stops[block]
         return found
 
     def model(self, tokens: NDArray[np.int64], parts: StackParts) -> RowLogits:
@@ -377,6 +456,24 @@ def _run_blocks(run: ctypes._NamedFuncPointer, places: NDArray[np.int64], x_TE: 
     return y_TE
 
 
+def _feed(native: _Block, mlp: MLPParts | MixtureCall, dtype: torch.dtype) -> object | None:
+    """Give a block its feed-forward part; return the owner of the addresses, None for unsupported
+    parts."""
+    if isinstance(mlp, MLPParts):
+        maps = _native((mlp.first, mlp.down))
+        shapes = [(one.weights.inputs, one.weights.outputs) for one in (mlp.first, mlp.down)]
+        width, inner = native.width, mlp.down.weights.inputs
+        if maps is None or maps[0].dtype != dtype or shapes != [(width, mlp.gate.factor * inner), (inner, width)]:
+            return None
+        native.gate_up, native.down, native.gate = maps[0].place, maps[1].place, native_gate(mlp.gate)
+        native.gate_factor, native.down_factor = mlp.gate_factor, mlp.down_factor
+        return maps
+    if not isinstance(mlp, NativeMixture) or (mlp.dtype, mlp.width) != (dtype, native.width):
+        return None
+    native.experts = mlp.place
+    return mlp
+
+
 def _native(maps: Sequence[LinearMap]) -> tuple[NativeMap, ...] | None:
     """Return the maps if all are of this library and for activations of one dtype; else None."""
     found = tuple(one for one in maps if isinstance(one, NativeMap))
@@ -387,7 +484,7 @@ def _fit(ends: ModelEnds | None, block: NativeBlock) -> bool:
     """Return True if one call can run a whole model with these ends."""
     if ends is None or not isinstance(ends.head, NativeMap):
         return False
-    (table, norm, head, *_), types = ends, TYPES.get((block.dtype, ends.norm.weight_E.dtype))
+    (table, norm, head, *_), types = ends, _TYPES.get((block.dtype, ends.norm.weight_E.dtype, block.row_dtype))
     if isinstance(table, Tensor):
         fits = table.is_cpu and table.is_contiguous() and (table.dtype, table.shape[1]) == (block.dtype, block.width)
     else:

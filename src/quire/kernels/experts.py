@@ -30,7 +30,6 @@ from quire.contracts.experts import (
 from quire.contracts.linear import LinearMap
 from quire.kernels.linear.cpu_linear import DTYPES, NativeLinear, NativeMap, native_linear
 from quire.kernels.native_library import NativeLibrary, native_library
-from quire.kernels.rows.cpu_rows import ACTIVATION_NUMBERS
 from quire.ops import experts as reference
 
 MOST_EXPERTS = 4096
@@ -62,7 +61,9 @@ class _RouterMap(ctypes.Structure):
     ]
 
 
-class _GateForm(ctypes.Structure):
+class NativeGate(ctypes.Structure):
+    """``GateForm`` of ``cpu/rows.h``."""
+
     _fields_: ClassVar = [("kind", ctypes.c_int64), ("alpha", ctypes.c_double), ("limit", ctypes.c_double)]
 
 
@@ -70,12 +71,12 @@ class _ExpertMaps(ctypes.Structure):
     _fields_: ClassVar = [
         *((name, ctypes.c_void_p) for name in ("gate_up", "down")),
         ("count", ctypes.c_int64),
-        ("gate", _GateForm),
+        ("gate", NativeGate),
     ]
 
 
 class _SharedMaps(ctypes.Structure):
-    _fields_: ClassVar = [*((name, ctypes.c_void_p) for name in ("gate_up", "down", "weight")), ("gate", _GateForm)]
+    _fields_: ClassVar = [*((name, ctypes.c_void_p) for name in ("gate_up", "down", "weight")), ("gate", NativeGate)]
 
 
 class _Mixture(ctypes.Structure):
@@ -168,7 +169,7 @@ class NativeExperts:
         ):
             return None
         place = None if weight_E is None else weight_E.data_ptr()
-        native = _SharedMaps(maps[0].place, maps[1].place, place, _gate(shared.gate))
+        native = _SharedMaps(maps[0].place, maps[1].place, place, native_gate(shared.gate))
         return NativeMixture(router, experts, native, (maps, weight_E))
 
 
@@ -240,7 +241,9 @@ class NativeExpertsCall:
         self.dtype, self.width, self.count = down[0].dtype, down[0].weights.outputs, len(down)
         self._places = np.array([[one.place for one in maps] for maps in (gate_up, down)], np.int64)
         self._kept = (gate_up, down)
-        self.native = _ExpertMaps(self._places[0].ctypes.data, self._places[1].ctypes.data, self.count, _gate(gate))
+        self.native = _ExpertMaps(
+            self._places[0].ctypes.data, self._places[1].ctypes.data, self.count, native_gate(gate)
+        )
         self.place = ctypes.addressof(self.native)
 
     def takes(self, x_TE: Tensor) -> bool:
@@ -263,9 +266,6 @@ class NativeMixture:
         """``kept`` owns the memory whose addresses are in ``shared``."""
         self._router, self._experts, self._shared, self._kept = router, experts, shared, kept
         self.dtype, self.width = experts.dtype, experts.width
-        kind = experts.native.gate.kind
-        self.activation = kind if kind in ACTIVATION_NUMBERS.values() else 0
-        """C++ number of the activation of the gate; 0 if the gate is of another kind."""
         self._native = _Mixture(
             router.place, experts.place, None if shared is None else ctypes.addressof(shared), experts.parallel,
             router.choices, int(experts.dtype == torch.bfloat16),
@@ -312,8 +312,9 @@ def _routing(routing: Routing, experts: int, correction_X: Tensor | None) -> _Ro
     )  # fmt: skip
 
 
-def _gate(form: GateForm) -> _GateForm:
-    return _GateForm(GATE_NUMBERS[form.kind], form.alpha, form.limit)
+def native_gate(form: GateForm) -> NativeGate:
+    """Return the form for C++."""
+    return NativeGate(GATE_NUMBERS[form.kind], form.alpha, form.limit)
 
 
 def _place(found: Tensor | None) -> int | None:

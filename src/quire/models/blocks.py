@@ -23,12 +23,14 @@ from quire.contracts.block_calls import (
     BlockStack,
     BlockTail,
     LayerKernels,
+    MLPParts,
     ModelEnds,
     NormWeight,
     Residuals,
     RowLogits,
     WholeBlock,
 )
+from quire.contracts.experts import GateForm, MixtureCall
 from quire.contracts.model import Block, Model, OpenPass, Pass
 from quire.contracts.recurrence import MixerCall, RecurrentParts
 from quire.contracts.rows import HeadNormWeights, RowKernels
@@ -37,9 +39,9 @@ from quire.nn.embedding import Embedding, ScaledEmbedding
 from quire.nn.experts import MixtureOfExperts
 from quire.nn.linear import Linear
 from quire.nn.logits import ShapedLogits
-from quire.nn.mlp import GatedMLP
+from quire.nn.mlp import GatedMLP, SquaredMLP
 from quire.nn.norm import RMSNorm
-from quire.nn.packed import KernelLinear, kernel_maps
+from quire.nn.packed import KernelLinear
 from quire.ops.rows import REFERENCE_ROWS
 
 Mixer: TypeAlias = Callable[[Tensor, Pass], Tensor]
@@ -88,30 +90,56 @@ class Norm(Protocol):
 class JoinedBlock:
     """The kernel calls for a block, valid while no adapter changes its maps."""
 
-    attention: HeadedMixer
+    layers: tuple[HeadedMixer, ...]
+    """The layers with a state, a mixer before attention; none in a feed-forward block."""
     first: tuple[Linear, ...]
     """The maps of the block's normed input that ``whole`` includes."""
     maps: tuple[Linear, ...]
     """The maps after the heads that an adapter may change."""
-    tail: BlockTail
-    """The part after the attention heads: output projection to MLP."""
+    tail: BlockTail | None
+    """The part of a block with attention and MLP after the heads: output projection to MLP."""
     whole: WholeBlock | None
 
-    def run(self, block: SerialBlock, x_TE: Tensor, pass_: Pass) -> Tensor | None:
-        """Return the block's result; None if its parts must run one by one."""
-        if not (self.tail.takes(x_TE) and all(one.is_plain for one in self.maps)):
+    def run(self, x_TE: Tensor, pass_: Pass, norm: Norm | None = None) -> Tensor | None:
+        """Return the block's result; None if its parts must run one by one. ``norm``: before the
+        heads, for ``tail``."""
+        call = self.tail or self.whole
+        if call is None or not (call.takes(x_TE) and all(one.is_plain for one in self.maps)):
             return None
-        attention = self.attention
         if self.whole is not None and all(one.is_plain for one in self.first):
-            parts: AttentionParts | RecurrentParts | None
-            if isinstance(attention, Attention):
-                parts = pass_.attention_parts(attention.layer_id, attention.head_norms, x_TE.dtype)
-            else:
-                parts = pass_.recurrent_parts(attention.layer_id)
+            parts = self._parts(x_TE, pass_)
             if parts is not None:
-                return self.whole(x_TE, parts)
-        n_TE = x_TE if block.attention_norm is None else block.attention_norm(x_TE)
-        return self.tail(attention.heads(n_TE, pass_), x_TE)
+                return self.whole(x_TE, *parts)
+        if self.tail is None:
+            return None
+        n_TE = x_TE if norm is None else norm(x_TE)
+        return self.tail(self.layers[0].heads(n_TE, pass_), x_TE)
+
+    def _parts(self, x_TE: Tensor, pass_: Pass) -> list[AttentionParts | RecurrentParts] | None:
+        """Return what the layers need of the KV state; None if one of them must run by itself."""
+        found: list[AttentionParts | RecurrentParts] = []
+        for layer in self.layers:
+            one = (
+                pass_.attention_parts(layer.layer_id, layer.head_norms, x_TE.dtype)
+                if isinstance(layer, Attention)
+                else pass_.recurrent_parts(layer.layer_id)
+            )
+            if one is None:
+                return None
+            found.append(one)
+        return found
+
+
+@runtime_checkable
+class Joinable(Protocol):
+    """A block that may be one call of a kernel."""
+
+    joined: JoinedBlock | None
+    """The kernel calls for few rows; None: parts run one by one."""
+
+    def join(self, kernels: LayerKernels) -> None:
+        """Use kernel calls for few rows from now on, if the kernels support the block's parts."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -134,7 +162,7 @@ class SerialBlock:
     """The kernel calls for few rows; None: parts run one by one."""
 
     def __call__(self, x_TE: Tensor, pass_: Pass) -> Tensor:
-        if self.joined is not None and (y_TE := self.joined.run(self, x_TE, pass_)) is not None:
+        if self.joined is not None and (y_TE := self.joined.run(x_TE, pass_, self.attention_norm)) is not None:
             return y_TE
         h_TE = self.attention(x_TE if self.attention_norm is None else self.attention_norm(x_TE), pass_)
         if self.attention_out_norm is not None:
@@ -170,11 +198,63 @@ class ParallelBlock:
         return self.attention(n_TE, pass_).add_(x_TE).add_(self.mlp(n_TE))
 
 
+@dataclass(slots=True, eq=False)
+class BareBlock:
+    """``x + mixer(norm(x))``. The norm's result may be narrower than x."""
+
+    norm: Norm
+    mixer: Mixer
+    joined: JoinedBlock | None = field(init=False, default=None)
+    """See ``Joinable``."""
+
+    def __call__(self, x_TE: Tensor, pass_: Pass) -> Tensor:
+        """Map ``[T, E]`` to a fresh ``[T, E]``; leave ``x`` unchanged."""
+        if self.joined is not None and (y_TE := self.joined.run(x_TE, pass_)) is not None:
+            return y_TE
+        return self.mixer(self.norm(x_TE), pass_) + x_TE
+
+    def join(self, kernels: LayerKernels) -> None:
+        """See ``Joinable``."""
+        kernel, mixer, norm, self.joined = kernels.blocks, self.mixer, self.norm, None
+        if kernel is None or not (isinstance(mixer, HeadedMixer) and isinstance(norm, RMSNorm)):
+            return
+        if isinstance(mixer.out, KernelLinear):
+            row_dtype = None if norm.dtype is None else norm.weight.dtype
+            tail = kernel.bare_tail(mixer.out.map, row_dtype=row_dtype)
+            whole = None if tail is None else _whole(norm, mixer, tail, kernel, ())
+            if whole is not None:
+                self.joined = JoinedBlock((mixer,), _first_maps(mixer), (mixer.out,), None, whole)
+
+
+@dataclass(slots=True, eq=False)
+class FeedForwardBlock:
+    """``x + mlp(norm(x))``."""
+
+    norm: Norm
+    mlp: FeedForward
+    joined: JoinedBlock | None = field(init=False, default=None)
+    """See ``Joinable``."""
+
+    def __call__(self, x_TE: Tensor, pass_: Pass) -> Tensor:
+        """Map ``[T, E]`` to a fresh ``[T, E]``."""
+        if self.joined is not None and (y_TE := self.joined.run(x_TE, pass_)) is not None:
+            return y_TE
+        return self.mlp(self.norm(x_TE)).add_(x_TE)
+
+    def join(self, kernels: LayerKernels) -> None:
+        """See ``Joinable``."""
+        kernel, norm, found, self.joined = kernels.blocks, weight_of(self.norm), _mlp_parts(self.mlp), None
+        if kernel is not None and norm is not None and found is not None:
+            parts, maps = found
+            if (whole := kernel.feed_forward(norm, parts)) is not None:
+                self.joined = JoinedBlock((), (), maps, None, whole)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class JoinedStack:
     """All blocks of a model as one call (``contracts.model.JoinedBlocks``)."""
 
-    blocks: Sequence[SerialBlock]
+    blocks: Sequence[object]
     call: BlockStack
     layers: tuple[tuple[int, HeadNormWeights | None], ...]
     """Layer id and norms of the heads of each block with attention."""
@@ -189,7 +269,7 @@ class JoinedStack:
         """See the contract."""
         if not (self._are(blocks) and self.call.takes(x_TE)):
             return None
-        parts = pass_.stack_parts(self.layers, x_TE.dtype, self.recurrent)
+        parts = pass_.stack_parts(self.layers, self.call.dtype, self.recurrent)
         return None if parts is None else self.call.outputs(x_TE, parts, wanted)
 
     def run_model(self, model: Model, tokens: NDArray[np.int64], pass_: OpenPass) -> RowLogits | None:
@@ -220,8 +300,7 @@ def joined_stack(
     """Return all blocks as one kernel call; None unless each block is one call itself. With
     ``embedding``, ``norm``, ``head`` (None: another stage has it) and ``logits`` the call may
     include the model's ends."""
-    taken = [one for one in blocks if isinstance(one, SerialBlock)]
-    found = [one.joined for one in taken if one.joined is not None]
+    found = [one.joined for one in blocks if isinstance(one, Joinable) and one.joined is not None]
     whole = [one.whole for one in found if one.whole is not None]
     ends = None
     known = type(embedding) in (Embedding, ScaledEmbedding)
@@ -231,43 +310,44 @@ def joined_stack(
         ends = ModelEnds(table, NormWeight(norm.weight, norm.eps), head.map, factor, logits.scale, logits.softcap)
     if kernel is None or len(whole) < len(blocks) or (call := kernel.stack(whole, ends)) is None:
         return None
-    attentions = [one.attention for one in found if isinstance(one.attention, Attention)]
-    layers = tuple((one.layer_id, one.head_norms) for one in attentions)
-    recurrent = tuple(one.attention.layer_id for one in found if not isinstance(one.attention, Attention))
+    every = [layer for one in found for layer in one.layers]
+    layers = tuple((one.layer_id, one.head_norms) for one in every if isinstance(one, Attention))
+    recurrent = tuple(one.layer_id for one in every if not isinstance(one, Attention))
     ends_of = {"embedding": embedding, "norm": norm, "lm_head": head, "logits": logits}
-    return JoinedStack(taken, call, layers, recurrent, ends_of)
+    return JoinedStack(list(blocks), call, layers, recurrent, ends_of)
 
 
 def joined(block: SerialBlock, kernel: BlockKernel | None) -> JoinedBlock | None:
     """Return the kernel calls for a block with packed maps; None if it has unsupported parts."""
-    attention, mlp = block.attention, block.mlp
+    attention = block.attention
     inner = (block.mlp_norm, block.attention_out_norm, block.mlp_out_norm)
     if kernel is None or not (isinstance(attention, HeadedMixer) and all(map(_is_rms, inner))):
         return None
-    found = _end(attention.out, Residuals(*map(_weight_of, inner), block.scale), mlp, kernel)
-    if found is None:
+    found = _mlp_parts(block.mlp)
+    if found is None or not isinstance(attention.out, KernelLinear):
         return None
-    tail, maps = found
-    return JoinedBlock(attention, _first_maps(attention), maps, tail, _whole(block, attention, tail, kernel))
+    parts, maps = found
+    tail = kernel.tail(attention.out.map, Residuals(*map(weight_of, inner), block.scale, block.scale), parts)
+    if tail is None:
+        return None
+    whole = _whole(block.attention_norm, attention, tail, kernel, inner)
+    return JoinedBlock((attention,), _first_maps(attention), (attention.out, *maps), tail, whole)
 
 
-def _end(
-    out: Linear, residuals: Residuals, mlp: FeedForward, kernel: BlockKernel
-) -> tuple[BlockTail, tuple[Linear, ...]] | None:
-    """Return a block's end as one call, and the maps in it that an adapter may change; None for
-    unsupported parts."""
-    if not isinstance(out, KernelLinear):
+def _mlp_parts(mlp: FeedForward) -> tuple[MLPParts | MixtureCall, tuple[Linear, ...]] | None:
+    """Return a feed-forward layer for a kernel, and the maps in it that an adapter may change; None
+    for unsupported layers."""
+    if type(mlp) is MixtureOfExperts:
+        return None if mlp.call is None else (mlp.call, () if mlp.shared is None else mlp.shared.maps)
+    if type(mlp) is GatedMLP:
+        first, form = mlp.gate_up, GateForm(mlp.activation)
+    elif type(mlp) is SquaredMLP:
+        first, form = mlp.up, GateForm("squared")
+    else:
         return None
-    tail: BlockTail | None = None
-    maps: tuple[Linear, ...] = ()
-    if isinstance(mlp, GatedMLP):
-        maps = (out, mlp.gate_up, mlp.down)
-        if (found := kernel_maps(maps)) is not None:
-            tail = kernel.tail(found[0], residuals, found[1], found[2], mlp.activation)
-    elif type(mlp) is MixtureOfExperts and mlp.call is not None:
-        maps = (out, *(() if mlp.shared is None else mlp.shared.maps))
-        tail = kernel.experts_tail(out.map, residuals, mlp.call)
-    return None if tail is None else (tail, maps)
+    if not (isinstance(first, KernelLinear) and isinstance(mlp.down, KernelLinear)):
+        return None
+    return MLPParts(first.map, mlp.down.map, form), (first, mlp.down)
 
 
 def _is_rms(norm: Norm | None) -> bool:
@@ -275,7 +355,8 @@ def _is_rms(norm: Norm | None) -> bool:
     return norm is None or isinstance(norm, RMSNorm)
 
 
-def _weight_of(norm: Norm | None) -> NormWeight | None:
+def weight_of(norm: Norm | None) -> NormWeight | None:
+    """Return the norm's weight for a kernel; None without a norm, or of another kind."""
     return NormWeight(norm.weight, norm.eps) if isinstance(norm, RMSNorm) else None
 
 
@@ -286,22 +367,24 @@ def _first_maps(attention: HeadedMixer) -> tuple[Linear, ...]:
     return attention.projections if isinstance(attention, RecurrentMixer) and attention.call is not None else ()
 
 
-def _whole(block: SerialBlock, attention: HeadedMixer, tail: BlockTail, kernel: BlockKernel) -> WholeBlock | None:
-    """Return a block with this end as one call; None if its beginning is not supported."""
-    first, norm = block.attention_norm, _weight_of(block.attention_norm)
-    maps = [one.map for one in _first_maps(attention) if isinstance(one, KernelLinear)]
-    if not _is_rms(first) or not maps or len(maps) < len(_first_maps(attention)):
+def _whole(
+    norm: Norm | None, layer: HeadedMixer, tail: BlockTail, kernel: BlockKernel, others: Sequence[Norm | None]
+) -> WholeBlock | None:
+    """Return a block with this norm, layer and end as one call; None if its beginning is not
+    supported. ``others``: the norms of the end."""
+    weight, first = weight_of(norm), _first_maps(layer)
+    maps = [one.map for one in first if isinstance(one, KernelLinear)]
+    if not _is_rms(norm) or not maps or len(maps) < len(first):
         return None
-    if isinstance(attention, Attention):
-        norms = (first, block.mlp_norm, block.attention_out_norm, block.mlp_out_norm)
-        kinds = {one.weight.dtype for one in norms if isinstance(one, RMSNorm)}
-        heads = attention.head_norms or ()
+    if isinstance(layer, Attention):
+        kinds = {one.weight.dtype for one in (norm, *others) if isinstance(one, RMSNorm)}
+        heads = layer.head_norms or ()
         if not all({one.dtype} == kinds and one.is_contiguous() for one in heads[:2]):
             return None
         gates = maps[1] if len(maps) > 1 else None
-        return kernel.whole(norm, maps[0], tail, gated=isinstance(attention, GatedAttention), gates=gates)
-    if norm is None:
+        return kernel.whole(weight, maps[0], tail, gated=isinstance(layer, GatedAttention), gates=gates)
+    if weight is None:
         return None
-    assert isinstance(attention, RecurrentMixer)
-    assert attention.call is not None
-    return kernel.mixed(norm, maps[0], maps[1] if len(maps) > 1 else None, attention.call, tail)
+    assert isinstance(layer, RecurrentMixer)
+    assert layer.call is not None
+    return kernel.mixed(weight, maps[0], maps[1] if len(maps) > 1 else None, layer.call, tail)

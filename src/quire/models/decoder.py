@@ -26,6 +26,7 @@ from quire.contracts.rows import ActivationName
 from quire.models.blocks import (
     DecoderBlock,
     FeedForward,
+    Joinable,
     JoinedStack,
     Mixer,
     Norm,
@@ -238,7 +239,7 @@ class Trunk:
         parts: list[object] = [*self.blocks, self.norm, self.logits]
         grown = sum(pack_maps(part, kernels) for part in parts)
         for block in self.blocks:
-            if isinstance(block, SerialBlock):
+            if isinstance(block, Joinable):
                 block.join(kernels)
         self.parameter_bytes += grown
         is_here = not self.lm_head.weight.is_meta

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from quire.contracts.model import Pass
 from quire.contracts.ranks import Group, Share
-from quire.models.blocks import FeedForward, Mixer, SerialBlock
+from quire.models.blocks import FeedForward, Joinable, Mixer
 from quire.models.decoder import DecoderConfig, Trunk
 from quire.models.gemma3n import SparseMLP
 from quire.models.gemma4 import BesideExperts
@@ -192,7 +192,7 @@ def join_ranks(model: Trunk, whole: Any, group: Group) -> None:
     configuration of the model with all heads."""
     model.stack = None
     for block in model.blocks:
-        if isinstance(block, SerialBlock):
+        if isinstance(block, Joinable):
             block.joined = None
         for name in ("attention", "mixer"):
             if hasattr(block, name):

@@ -8,16 +8,18 @@ Letters: T tokens, E model width, F inner width of the MLP, Z columns of a mixer
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from quire.contracts.block_calls import BlockKernel, LayerKernels, MLPParts, Residuals, WholeBlock
+from quire.contracts.experts import GateForm
 from quire.contracts.model import Pass
 from quire.contracts.rows import RowKernels
 from quire.models.bamba import NORMS, SPELLINGS, pass_over_generation, read_mamba_shape
-from quire.models.blocks import FeedForward, Norm
+from quire.models.blocks import FeedForward, JoinedBlock, Norm, weight_of
 from quire.models.config_fields import ConfigFields, config_reader
 from quire.models.decoder import DecoderConfig, Parameters, linear
 from quire.models.geometry import read_activation, read_geometry, rope_of
@@ -27,6 +29,7 @@ from quire.models.tensor_names import Names, name_table
 from quire.nn.attention import Attention
 from quire.nn.mamba import Mamba2Mixer
 from quire.nn.mlp import GatedMLP
+from quire.nn.packed import kernel_maps
 from quire.ops.rows import REFERENCE_ROWS
 from quire.weights.places import NameTable
 
@@ -76,13 +79,46 @@ class SideBySideBlock:
     mlp_norm: Norm
     mlp: FeedForward
     row_kernels: RowKernels = REFERENCE_ROWS
+    joined: JoinedBlock | None = field(init=False, default=None)
+    """See ``models.blocks.Joinable``."""
 
     def __call__(self, x_TE: Tensor, pass_: Pass) -> Tensor:
         """Map ``[T, E]`` to a fresh ``[T, E]``; leave ``x`` unchanged."""
+        if self.joined is not None and (y_TE := self.joined.run(x_TE, pass_)) is not None:
+            return y_TE
         config, rows, n_TE = self.config, self.row_kernels, self.norm(x_TE)
         m_TE = rows.add_scaled(self.mixer(n_TE * config.mixer_in, pass_), x_TE, config.mixer_out)
         h_TE = self.attention(n_TE * config.attention_in, pass_)
         return self.mlp(self.mlp_norm.after_sum(h_TE, m_TE, config.attention_out)).add_(h_TE)
+
+    def join(self, kernels: LayerKernels) -> None:
+        """See ``models.blocks.Joinable``."""
+        self.joined = None
+        whole = None if kernels.blocks is None else self._whole(kernels.blocks)
+        if whole is not None:
+            mixer, attention, mlp = self.mixer, self.attention, self.mlp
+            assert isinstance(mlp, MultipliedMLP)
+            maps = (mixer.out, attention.out, mlp.gate_up, mlp.down)
+            self.joined = JoinedBlock((mixer, attention), (mixer.project, attention.qkv), maps, None, whole)
+
+    def _whole(self, kernel: BlockKernel) -> WholeBlock | None:
+        """Return the block as one call; None for unsupported parts."""
+        config, mixer, attention, mlp = self.config, self.mixer, self.attention, self.mlp
+        norm, mlp_norm = weight_of(self.norm), weight_of(self.mlp_norm)
+        if not isinstance(mlp, MultipliedMLP) or norm is None or mlp_norm is None or mixer.call is None:
+            return None
+        found = kernel_maps((mixer.project, mixer.out, attention.qkv, attention.out, mlp.gate_up, mlp.down))
+        if found is None or not attention.is_whole or attention.head_norms is not None:
+            return None
+        project, mixed, qkv, out, gate_up, down = found
+        parts = MLPParts(gate_up, down, GateForm(mlp.activation), mlp.gate_multiplier, mlp.down_multiplier)
+        bare = kernel.bare_tail(mixed, config.mixer_out)
+        tail = kernel.tail(out, Residuals(mlp_norm, scale=config.attention_out), parts)
+        if bare is None or tail is None:
+            return None
+        first = kernel.mixed(norm, project, None, mixer.call, bare, factor=config.mixer_in, scale_Z=mixer.scale_Z)
+        second = kernel.whole(norm, qkv, tail, factor=config.attention_in)
+        return None if first is None or second is None else kernel.beside(first, second)
 
 
 @config_reader

@@ -30,6 +30,7 @@ from quire.models.config_fields import ConfigFields
 from quire.models.decoder import DecoderConfig, Parameters, Trunk, gated_mlp, linear, serial_block
 from quire.models.mixture import MixtureConfig, mixture_mlp
 from quire.nn.attention import Attention, GatedAttention, HeadGatedAttention, NormedAttention
+from quire.nn.norm import RMSNorm
 from quire.weights.places import Place
 
 
@@ -122,9 +123,8 @@ class HybridDecoder(Trunk, Generic[C]):
 
     def __init__(self, config: C, parameters: Parameters, values: Mapping[str, Any], block: BlockBuilder[C]) -> None:
         """Build the blocks by ``block``; see ``Trunk``."""
-        norm, dtype = norm_of(config, parameters, "norm"), parameters["embed.weight"].dtype
-        last = (lambda x: norm(x).to(dtype)) if config.wide_residual else norm
-        super().__init__(config.trunk, config.canonical(), parameters, values, last)
+        norm = norm_of(config, parameters, "norm")
+        super().__init__(config.trunk, config.canonical(), parameters, values, norm)
         ids = layer_ids(config)
         self.layer_specs = _specs(config, ids, self.dtype)
         self.blocks = [block(config, number, one, parameters) for number, one in enumerate(ids)]
@@ -162,9 +162,12 @@ def _specs(config: HybridConfig, ids: Sequence[LayerIds], dtype: torch.dtype) ->
 
 
 def norm_of(config: HybridConfig, parameters: Parameters, name: str) -> Norm:
-    """Return the norm ``{name}.weight`` over the model width."""
+    """Return the norm ``{name}.weight`` over the model width. Results have the dtype of the
+    weights, also of a wide residual stream."""
     weight = parameters[f"{name}.weight"]
-    return decoder.norm_of(config.trunk, weight.float() if config.wide_residual else weight)
+    if config.wide_residual:
+        return RMSNorm(weight.float(), config.trunk.norm_eps, weight.dtype)
+    return decoder.norm_of(config.trunk, weight)
 
 
 def attention_of(config: HybridConfig, block: int, layer_id: int, parameters: Parameters) -> Attention:

@@ -14,13 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
-import torch
 from torch import Tensor
 
-from quire.contracts.model import Pass
 from quire.contracts.ranks import Share
 from quire.contracts.rows import ActivationName
-from quire.models.blocks import Mixer, Norm
+from quire.models.blocks import BareBlock
 from quire.models.config_fields import ConfigFields, config_reader
 from quire.models.decoder import DecoderConfig, Parameters, linear
 from quire.models.geometry import MAX_LAYERS, read_activation
@@ -66,20 +64,6 @@ class MambaConfig(HybridConfig):
         "gate_first",
         "norm_groups",
     )
-
-
-@dataclass(slots=True, eq=False)
-class BareBlock:
-    """``x + mixer(norm(x))``, over a residual stream of perhaps wider dtype than the mixer's."""
-
-    norm: Norm
-    mixer: Mixer
-    dtype: torch.dtype
-    """The mixer's dtype."""
-
-    def __call__(self, x_TE: Tensor, pass_: Pass) -> Tensor:
-        """Map ``[T, E]`` to a fresh ``[T, E]``; leave ``x`` unchanged."""
-        return self.mixer(self.norm(x_TE).to(self.dtype), pass_) + x_TE
 
 
 @config_reader
@@ -155,7 +139,7 @@ def bare_block(config: MambaConfig, block: int, ids: LayerIds, parameters: Param
     """Build a block of a mixer alone."""
     assert ids.recurrent is not None
     mixer = mamba_of(config, block, ids.recurrent, parameters)
-    return BareBlock(norm_of(config, parameters, f"{block}.mixer_norm"), mixer, mixer.conv_CW.dtype)
+    return BareBlock(norm_of(config, parameters, f"{block}.mixer_norm"), mixer)
 
 
 def read_step_limit(fields: ConfigFields) -> tuple[float, float | None]:

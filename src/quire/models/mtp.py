@@ -18,7 +18,7 @@ from torch import Tensor
 from quire.base.errors import QuireError, Unsupported
 from quire.contracts.block_calls import LayerKernels
 from quire.contracts.model import Block, Pass
-from quire.models.blocks import SerialBlock
+from quire.models.blocks import Joinable
 from quire.models.decoder import DecoderConfig, Trunk, norm_of
 from quire.models.families import family_of
 from quire.models.heads import EMBEDDING, LOGITS, DraftLayer, Head, Map, read_parameters, target_logits
@@ -127,7 +127,7 @@ def _loaded(
     block = JoinedInput(embedding_norm, state_norm, Linear(parameters["project.weight"]), inner)
     for part in (block, alone.norm):
         pack_maps(part, kernels)
-    if isinstance(inner, SerialBlock):
+    if isinstance(inner, Joinable):
         inner.join(kernels)
     head = MtpHead(
         path,

@@ -15,18 +15,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
-from torch import Tensor
-
 from quire.base.errors import Unsupported
 from quire.contracts.experts import Routing
-from quire.contracts.model import Block, Pass
+from quire.contracts.model import Block
 from quire.contracts.ranks import Share
-from quire.models.blocks import FeedForward, Norm
+from quire.models.blocks import BareBlock, FeedForward, FeedForwardBlock
 from quire.models.config_fields import ConfigFields, refuse_unsupported
 from quire.models.decoder import DecoderConfig, Parameters, linear
 from quire.models.geometry import MAX_LAYERS, DecoderGeometry, read_activation, read_geometry
 from quire.models.hybrid_decoder import LayerIds, attention_of, norm_of, read_taps
-from quire.models.mamba2 import BareBlock, MambaConfig, check_heads, mamba_names, mamba_of
+from quire.models.mamba2 import MambaConfig, check_heads, mamba_names, mamba_of
 from quire.models.mixture import (
     MixtureConfig,
     correction_place,
@@ -81,18 +79,6 @@ class NemotronConfig(MambaConfig):
         inner = share.part(self.trunk.intermediate_size, "elements of intermediate_size")
         own = MambaConfig.divided(self, share)
         return replace(own, trunk=replace(own.trunk, intermediate_size=inner))
-
-
-@dataclass(slots=True, eq=False)
-class FeedForwardBlock:
-    """``x + mlp(norm(x))``."""
-
-    norm: Norm
-    mlp: FeedForward
-
-    def __call__(self, x_TE: Tensor, pass_: Pass) -> Tensor:
-        """Map ``[T, E]`` to a fresh ``[T, E]``."""
-        return self.mlp(self.norm(x_TE)).add_(x_TE)
 
 
 def read_nemotron_h_config(values: Mapping[str, Any], max_model_len: int | None = None) -> NemotronConfig:
@@ -295,11 +281,9 @@ def nemotron_h_block(config: NemotronConfig, block: int, ids: LayerIds, paramete
     """Build a block."""
     norm = norm_of(config, parameters, f"{block}.mixer_norm")
     if ids.recurrent is not None:
-        mixer = mamba_of(config, block, ids.recurrent, parameters)
-        return BareBlock(norm, mixer, mixer.conv_CW.dtype)
+        return BareBlock(norm, mamba_of(config, block, ids.recurrent, parameters))
     if ids.attention is not None:
-        attention = attention_of(config, block, ids.attention, parameters)
-        return BareBlock(norm, attention, parameters["embed.weight"].dtype)
+        return BareBlock(norm, attention_of(config, block, ids.attention, parameters))
     return FeedForwardBlock(norm, _feed_forward(config, block, parameters))
 
 

@@ -5,6 +5,7 @@ Letters: any leading dimensions, then E the normalised one; H heads, D head size
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
@@ -20,20 +21,25 @@ class RMSNorm:
     difference to 1 (Gemma): ``1 + w`` loses up to seven significant bits of ``w``, too many for
     bfloat16."""
 
-    __slots__ = ("eps", "row_kernels", "weight")
+    __slots__ = ("dtype", "eps", "row_kernels", "weight")
 
-    def __init__(self, weight: Tensor, eps: float) -> None:
+    def __init__(self, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> None:
+        """``dtype``: that of results; None: that of the input."""
         self.weight = weight
         self.eps = eps
+        self.dtype = dtype
         self.row_kernels: RowKernels = REFERENCE_ROWS
 
     def __call__(self, x: Tensor) -> Tensor:
         """Map ``[..., E]`` to a fresh contiguous ``[..., E]``."""
-        return self.row_kernels.rms_norm(x, self.weight, self.eps)
+        return self._narrowed(self.row_kernels.rms_norm(x, self.weight, self.eps))
 
     def after_sum(self, y_TE: Tensor, x_TE: Tensor, scale: float = 1.0) -> Tensor:
         """Make y ``x + scale * y`` in place; return the norm of the sum."""
-        return self.row_kernels.add_rms_norm(y_TE, x_TE, self.weight, self.eps, scale)
+        return self._narrowed(self.row_kernels.add_rms_norm(y_TE, x_TE, self.weight, self.eps, scale))
+
+    def _narrowed(self, y: Tensor) -> Tensor:
+        return y if self.dtype is None else y.to(self.dtype)
 
 
 class LayerNorm:

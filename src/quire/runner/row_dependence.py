@@ -13,11 +13,10 @@ from collections.abc import Iterator
 from quire.kernels.attention.cpu_attention import NativeAttention
 from quire.kernels.rows.cpu_rows import NativeRows
 from quire.kv.state import State
-from quire.models.blocks import ParallelBlock, SerialBlock
+from quire.models.blocks import BareBlock, ParallelBlock, SerialBlock
 from quire.models.decoder import Decoder
 from quire.models.falcon_h1 import SideBySideBlock
 from quire.models.hybrid_decoder import HybridDecoder
-from quire.models.mamba2 import BareBlock
 from quire.nn.attention import Attention, GatedAttention, GrowingAttention, HeadGatedAttention
 from quire.nn.delta import GatedDeltaNet
 from quire.nn.experts import Experts, MixtureOfExperts

@@ -1,7 +1,7 @@
 // Decoder blocks in one call and one parallel region: norm, projection, rotation and the write of K and V, attention; or norm,
-// projection, a mixer over its states; and the block's end, which also runs alone: projection, residual sum and norm, gated MLP or
-// mixture of experts, residual sum. Before and behind the blocks may stand what
-// makes a model of them: rows of tokens, the last norm, the map to logits. Every number is that of the calls one by one;
+// projection, a mixer over its states; and the block's end, which also runs alone: projection, residual sum and norm, MLP or
+// mixture of experts, residual sum. A block may lack the beginning with the first sum, or all behind that. Before and behind the blocks
+// may stand what makes a model of them: rows of tokens, the last norm, the map to logits. Every number is that of the calls one by one;
 // quire/kernels/block.py calls this through ctypes.
 //
 // Letters: as in block.h.
@@ -26,92 +26,94 @@ struct Decodes {
 
 namespace {
 
-template <typename T, typename W, typename A>
+template <typename T, typename W, typename S>
 struct Alone {
-    End<T, W, A> end;
+    End<T, W, S> end;
     std::atomic<int64_t> workers;
 };
 
-template <typename T, typename W, typename A>
+template <typename T, typename W, typename S>
 void run_alone(void* data) {
-    auto& alone = *(Alone<T, W, A>*)data;
+    auto& alone = *(Alone<T, W, S>*)data;
     Worker worker(alone.workers);
     alone.end.go(worker, nullptr);
 }
 
-template <typename T, typename W, typename A>
-int tail(const Block& block, T* y, const T* heads, int64_t heads_stride, const T* x, int64_t rows, int64_t threads) {
+template <typename T, typename W, typename S = T>
+int tail(const Block& block, void* y, const void* heads, int64_t heads_stride, const void* x, int64_t rows, int64_t threads) {
     static thread_local Room room;
     static thread_local ExpertsRoom experts;
-    T* place = (T*)room.of(rows * end_room(block) * sizeof(T) / sizeof(float) + 1);
+    T* place = (T*)room.of(rows * end_room<T, S>(block) * sizeof(T) / sizeof(float) + 1);
     Memory own{0}, shared{0};
     count_experts<T>(block, rows, threads, own, shared);
     if (!place || !experts.take(own, shared)) return 1;
-    Alone<T, W, A> call{{block, place, y, heads, heads_stride, x, rows, threads, own, shared}, {0}};
-    run_on(threads, run_alone<T, W, A>, &call, block.parallel);
+    const S* given = (const S*)x;
+    Alone<T, W, S> call{{block, place, (S*)y, (const T*)heads, heads_stride, given, given, rows, threads, own, shared}, {0}};
+    run_on(threads, run_alone<T, W, S>, &call, block.parallel);
     return call.end.failed();
 }
 
-template <typename T, typename W>
-int tail_with(const Block& block, void* y, const void* heads, int64_t heads_stride, const void* x, int64_t rows, int64_t threads) {
-    return (block.activation == 0   ? tail<T, W, Silu>
-            : block.activation == 1 ? tail<T, W, Gelu>
-                                    : tail<T, W, GeluTanh>)(block, (T*)y, (const T*)heads, heads_stride, (const T*)x, rows, threads);
-}
+// A number of numbers that ends at a multiple of four bytes.
+int64_t even(int64_t count) { return (count + 1) / 2 * 2; }
 
 template <typename T>
-int64_t begin_room(const Step& step) { return step.block->mixer ? mixed_room<T>(*step.block) : heads_room(step); }
+int64_t begin_room(const Step& step) { return !step.block->qkv ? 0 : even(step.block->mixer ? mixed_room<T>(*step.block) : heads_room(step)); }
 
 // A block of a stack.
-template <typename T, typename W, typename A>
+template <typename T, typename W, typename S>
 struct Whole {
+    enum Kind { HEADS, MIXED, NEITHER };
     union {
-        Heads<T, W> heads;
-        Mixed<T, W> mixed;
+        Heads<T, W, S> heads;
+        Mixed<T, W, S> mixed;
     };
-    const bool mixes;
-    End<T, W, A> end;
+    const Kind kind;
+    End<T, W, S> end;
 
-    // ``room``: as ``whole_room`` says. ``own``, ``shared``: of a mixture of experts.
-    Whole(const Step& step, T* room, T* y, const T* x, int64_t rows, int64_t threads, Memory& own, Memory shared)
-        : mixes(step.block->mixer),
-          end(*step.block, room + rows * begin_room<T>(step), y, begin(step, room, x, rows, threads), step.block->out->inputs, x, rows,
-              threads, own, shared) {}
+    // ``room``: as ``whole_room`` says. ``base``: as of End. ``own``, ``shared``: of a mixture of experts.
+    Whole(const Step& step, T* room, S* y, const S* x, const S* base, int64_t rows, int64_t threads, Memory& own, Memory shared)
+        : kind(!step.block->qkv ? NEITHER : step.block->mixer ? MIXED : HEADS),
+          end(*step.block, room + rows * begin_room<T>(step), y, begin(step, room, x, rows, threads),
+              step.block->out ? step.block->out->inputs : 0, x, base, rows, threads, own, shared) {}
 
     // Make the beginning; return its output.
-    const T* begin(const Step& step, T* room, const T* x, int64_t rows, int64_t threads) {
-        if (!mixes) return (new (&heads) Heads<T, W>(step, room, x, rows, threads))->out;
-        return (new (&mixed) Mixed<T, W>(*step.block, *(const LayerStates*)step.layer, *(const Forward*)step.forward, room, x, rows, threads))->out;
+    const T* begin(const Step& step, T* room, const S* x, int64_t rows, int64_t threads) {
+        if (kind == NEITHER) return nullptr;
+        if (kind == HEADS) return (new (&heads) Heads<T, W, S>(step, room, x, rows, threads))->out;
+        const auto& states = *(const LayerStates*)step.layer;
+        return (new (&mixed) Mixed<T, W, S>(*step.block, states, *(const Forward*)step.forward, room, x, rows, threads))->out;
     }
 
-    const LinearCall* first() const { return mixes ? &mixed.project : &heads.qkv; }
+    const LinearCall* first() const { return kind == HEADS ? &heads.qkv : kind == MIXED ? &mixed.project : end.first(); }
+    const LinearCall* second() const { return kind == NEITHER ? end.second() : end.first(); }
 
     bool go(Worker& worker, const LinearCall* next) {
-        const bool begun = mixes ? mixed.go(worker, end.first(), end.second()) : heads.go(worker, end.first(), end.second());
-        return begun && end.go(worker, next);
+        if (kind == HEADS && !heads.go(worker, end.first(), end.second())) return false;
+        if (kind == MIXED && !mixed.go(worker, end.first(), end.second())) return false;
+        return end.go(worker, next);
     }
 
-    bool failed() const { return (mixes ? mixed.failed() : heads.failed()) || end.failed(); }
+    bool failed() const { return (kind == HEADS && heads.failed()) || (kind == MIXED && mixed.failed()) || end.failed(); }
 };
 
-template <typename T>
-int64_t whole_room(const Step& step) { return begin_room<T>(step) + end_room(*step.block); }
+template <typename T, typename S>
+int64_t whole_room(const Step& step) { return even(begin_room<T>(step) + end_room<T, S>(*step.block)); }
 
-template <typename T, typename W, typename A>
+template <typename T, typename W, typename S>
 struct Stack {
-    Whole<T, W, A>* blocks;
+    Whole<T, W, S>* blocks;
     int64_t count;
-    Edges<T, W>* edges;  // or null
+    Edges<T, W, S>* edges;  // or null
     std::atomic<int64_t> workers;
 };
 
-template <typename T, typename W, typename A>
+template <typename T, typename W, typename S>
 void run_stack(void* data) {
-    auto& stack = *(Stack<T, W, A>*)data;
+    auto& stack = *(Stack<T, W, S>*)data;
     Worker worker(stack.workers);
     const LinearCall* behind = stack.edges ? &stack.edges->head : nullptr;
     if (stack.edges) {
-        worker.expect(stack.blocks[0].first(), stack.blocks[0].end.first());
+        worker.expect(stack.blocks[0].first(), stack.blocks[0].second());
         do_rows(stack.edges->embed, worker);
     }
     for (int64_t i = 0; i < stack.count; i++)
@@ -120,32 +122,41 @@ void run_stack(void* data) {
 }
 
 // With ``ends``: x are tokens, y logits, and ``first`` is written.
-template <typename T, typename W, typename A>
+template <typename T, typename W, typename S = T>
 int stack(const Ends* ends, const Step* steps, int64_t count, void* given_y, const void* given_x, int64_t* first, int64_t rows,
           int64_t threads) {
     static thread_local Room room, calls, around;
     static thread_local ExpertsRoom experts;
-    int64_t most = 0;
+    int64_t most = 0, aside_width = 0;
     Memory own{0}, shared{0};
     for (int64_t i = 0; i < count; i++) {
-        most = whole_room<T>(steps[i]) > most ? whole_room<T>(steps[i]) : most;
-        count_experts<T>(*steps[i].block, rows, threads, own, shared);
+        const Block& block = *steps[i].block;
+        most = whole_room<T, S>(steps[i]) > most ? whole_room<T, S>(steps[i]) : most;
+        aside_width = block.aside ? block.width : aside_width;
+        count_experts<T>(block, rows, threads, own, shared);
     }
-    T* place = (T*)room.of(rows * most * sizeof(T) / sizeof(float) + 1);
-    auto* blocks = (Whole<T, W, A>*)calls.of((sizeof(Edges<T, W>) + count * sizeof(Whole<T, W, A>)) / sizeof(float) + 1);
-    float* numbers = ends ? around.of(Edges<T, W>::floats(*ends, rows)) : nullptr;
+    const int64_t bytes = rows * (most * (int64_t)sizeof(T) + aside_width * (int64_t)sizeof(S));
+    T* place = (T*)room.of(bytes / sizeof(float) + 1);
+    auto* blocks = (Whole<T, W, S>*)calls.of((sizeof(Edges<T, W, S>) + count * sizeof(Whole<T, W, S>)) / sizeof(float) + 1);
+    float* numbers = ends ? around.of(Edges<T, W, S>::floats(*ends, rows)) : nullptr;
     if (!place || !blocks || (ends && !numbers) || !experts.take(own, shared)) return 1;
-    T* y = (T*)given_y;
-    const T* x = (const T*)given_x;
-    Edges<T, W>* edges = nullptr;
+    S *y = (S*)given_y, *aside = (S*)(place + rows * most);
+    const S* x = (const S*)given_x;
+    Edges<T, W, S>* edges = nullptr;
     if (ends) {
-        edges = new (blocks + count) Edges<T, W>(*ends, numbers, (float*)given_y, (const int64_t*)given_x, rows, threads);
+        edges = new (blocks + count) Edges<T, W, S>(*ends, numbers, (float*)given_y, (const int64_t*)given_x, rows, threads);
         x = y = edges->embed.out;
     }
-    // A block reads x for the last time before it writes y.
-    for (int64_t i = 0; i < count; i++) new (blocks + i) Whole<T, W, A>(steps[i], place, y, i ? y : x, rows, threads, own, shared);
-    Stack<T, W, A> call{blocks, count, edges, {0}};
-    run_on(threads, run_stack<T, W, A>, &call, steps->block->parallel);
+    // A block reads x for the last time before it writes y, or with the same number.
+    bool is_beside = false;
+    for (int64_t i = 0; i < count; i++) {
+        const bool aside_now = steps[i].block->aside;
+        new (blocks + i) Whole<T, W, S>(steps[i], place, aside_now ? aside : y, x, is_beside ? aside : x, rows, threads, own, shared);
+        is_beside = aside_now;
+        if (!aside_now) x = y;
+    }
+    Stack<T, W, S> call{blocks, count, edges, {0}};
+    run_on(threads, run_stack<T, W, S>, &call, steps->block->parallel);
     for (int64_t i = 0; i < count; i++)
         if (blocks[i].failed()) return 1;
     if (edges && edges->head.failed) return 1;
@@ -153,34 +164,30 @@ int stack(const Ends* ends, const Step* steps, int64_t count, void* given_y, con
     return 0;
 }
 
-template <typename T, typename W>
-int stack_with(const Ends* ends, const Step* steps, int64_t count, void* y, const void* x, int64_t* first, int64_t rows, int64_t threads) {
-    return (steps->block->activation == 0   ? stack<T, W, Silu>
-            : steps->block->activation == 1 ? stack<T, W, Gelu>
-                                            : stack<T, W, GeluTanh>)(ends, steps, count, y, x, first, rows, threads);
-}
-
 int run_steps(const Ends* ends, const Step* steps, int64_t count, void* y, const void* x, int64_t* first, int64_t rows, int64_t threads) {
     const int64_t types = steps->block->types;
-    return (types == 0   ? stack_with<float, float>
-            : types == 1 ? stack_with<bfloat16, bfloat16>
-                         : stack_with<bfloat16, float>)(ends, steps, count, y, x, first, rows, threads);
+    return (types == 0   ? stack<float, float>
+            : types == 1 ? stack<bfloat16, bfloat16>
+            : types == 2 ? stack<bfloat16, float>
+                         : stack<bfloat16, float, float>)(ends, steps, count, y, x, first, rows, threads);
 }
 
 }  // namespace
 
 extern "C" {
 
-// y = h + down(gated(gate_up(norm(h)))), or h + mixture(norm(h)), with h = x + out(heads); x and y are [rows, E]. Return 0, or 1 without memory.
+// y = h + down(gated(gate_up(norm(h)))), or h + mixture(norm(h)), or h, with h = x + out(heads); x and y are [rows, E]. Return 0, or 1
+// without memory.
 int quire_block_tail(const Block* block, void* y, const void* heads, int64_t heads_stride, const void* x, int64_t rows,
                      int64_t threads) {
-    return (block->types == 0   ? tail_with<float, float>
-            : block->types == 1 ? tail_with<bfloat16, bfloat16>
-                                : tail_with<bfloat16, float>)(*block, y, heads, heads_stride, x, rows, threads);
+    return (block->types == 0   ? tail<float, float>
+            : block->types == 1 ? tail<bfloat16, bfloat16>
+            : block->types == 2 ? tail<bfloat16, float>
+                                : tail<bfloat16, float, float>)(*block, y, heads, heads_stride, x, rows, threads);
 }
 
 // The same with heads = attention(qkv(norm(x))), whose K and V are written to the layer's pools, or mixer(projection(norm(x))), whose
-// states are, for so many blocks of one type and activation, each over what the one before it has written.
+// states are, or without heads, for so many blocks of one type, each over what the one before it has written.
 int quire_blocks(const Step* steps, int64_t count, void* y, const void* x, int64_t rows, int64_t threads) {
     return run_steps(nullptr, steps, count, y, x, nullptr, rows, threads);
 }

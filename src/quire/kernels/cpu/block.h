@@ -3,7 +3,8 @@
 // Threads do one thing after the other together. Each takes items until there are none, and goes on when all are done. So it is
 // right for any number of threads, also for those that come late. Who waits fetches the weights that come next.
 //
-// Letters: M rows; E model width; F inner width of the MLP; C columns of all heads; V vocabulary.
+// Letters: M rows; E model width; F inner width of the MLP; C columns of all heads; V vocabulary. Types: T of activations, W of norms'
+// weights, S of the residual stream.
 
 #pragma once
 
@@ -22,20 +23,27 @@ extern "C" {
 
 struct Mixture;  // of experts.h
 
-// Weights of a block. ``types`` and ``activation`` are those of rows.cpp.
+// Weights of a block.
 struct Block {
-    const Linear *qkv, *out, *gate_up, *down;  // E to all heads of q, k, v; C to E; E to 2F; F to E. Of a tail qkv is null
-    const void *attention_norm, *mlp_norm;     // [E]
+    // E to all heads of q, k, v; C to E; E to 2F, or F without gates; F to E. Of a tail qkv is null. A block without attention and mixer
+    // has neither of the first two, one without a feed-forward part neither of the others.
+    const Linear *qkv, *out, *gate_up, *down;
+    const void *attention_norm, *mlp_norm;  // [E]
     Parallel parallel;
-    int64_t types, activation;
+    int64_t types, width;  // types: those of rows.cpp, or 3: bfloat16 with norms and residuals in float32; width: E
+    GateForm gate;
     double attention_eps, mlp_eps;
-    // Norms of the outputs of attention and MLP before they are added, and the factor of both. Any of the four norms may be null.
+    // Norms of the outputs of attention and MLP before they are added. Any of the four norms may be null.
     const void *attention_out_norm, *mlp_out_norm;
-    double attention_out_eps, mlp_out_eps, scale;
+    double attention_out_eps, mlp_out_eps;
+    // Factors: of both outputs when they are added, of the input's norm, of the MLP's gates and output.
+    double scale, mlp_scale, in_factor, gate_factor, down_factor;
     int64_t gated;        // attention: behind each query head of ``qkv`` is a gate of its size
     const Mixer* mixer;   // in place of attention, or null. Then ``qkv`` is its projection
     const Linear* rates;  // E to the rates of a delta rule, or to one gate for each head of attention; or null
     const Mixture* experts;  // in place of the gated MLP, whose two maps are null; or null
+    const void* columns;     // factors of the columns of a mixer's projection, or null
+    int64_t aside;  // 1: the next block has the same input, and adds to this one's sum
 };
 
 // What a layer of a KV state is made of.
@@ -61,11 +69,11 @@ struct LayerStates {
     float* states;  // or null
 };
 
-// A block of several that run one after the other, with attention or with a mixer.
+// A block of several that run one after the other, with attention, a mixer or neither.
 struct Step {
     const Block* block;
-    const void* layer;    // LayerAttention, or LayerStates
-    const void* forward;  // ForwardAttention, or Forward
+    const void* layer;    // LayerAttention, LayerStates or null
+    const void* forward;  // ForwardAttention, Forward or null
 };
 
 // What makes a model of blocks.

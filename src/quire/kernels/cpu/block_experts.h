@@ -1,5 +1,4 @@
-// The end of a block with a mixture of experts: projection of the heads, residual sum and norm, the mixture, residual sum. And the end of
-// any block, of which there are two kinds.
+// A mixture of experts and the residual sum behind it; and the end of any block: an MLP, experts or neither behind the sum with the heads.
 //
 // Letters: as in block.h.
 
@@ -11,86 +10,97 @@
 namespace {
 
 // The sum of a token's results, and the residual's.
-template <typename T, typename W>
+template <typename T, typename W, typename S>
 struct TokenSums {
     Rows rows;
     const ChoiceSum<T>* results;
-    const Residual<T, W>* residual;
+    const Residual<T, W, S>* residual;
 };
 
-template <typename T, typename W>
-INLINE void run_row(const TokenSums<T, W>& work, int64_t row) {
+template <typename T, typename W, typename S>
+INLINE void run_row(const TokenSums<T, W, S>& work, int64_t row) {
     run_row(*work.results, row);
     run_row(*work.residual, row);
 }
 
-template <typename T, typename W>
-struct ExpertsTail {
-    LinearCall out;
-    Multiply run;
-    Residual<T, W> norm;
+template <typename T, typename W, typename S>
+struct ExpertsEnd {
     MixtureRun<T> mixture;
-    Residual<T, W> residual;
-    TokenSums<T, W> sums;
+    Residual<T, W, S> residual;
+    TokenSums<T, W, S> sums;
 
-    // ``h``: rows * 2 E numbers. ``own`` and ``room``: as of MixtureRun.
-    ExpertsTail(const Block& block, T* h, T* y, const T* heads, int64_t heads_stride, const T* x, int64_t rows, int64_t threads, Memory& own,
-                Memory& room)
-        : ExpertsTail(block, block.out->outputs, h, h + rows * block.out->outputs, y, heads, heads_stride, x, rows, threads, own, room) {}
-
-    ExpertsTail(const Block& block, int64_t width, T* h, T* normed, T* y, const T* heads, int64_t heads_stride, const T* x, int64_t rows,
-                int64_t threads, Memory& own, Memory& room)
-        : norm{{rows, piece_of(width)}, h, width, x, width, width, (float)block.scale, (const W*)block.attention_out_norm,
-               (float)block.attention_out_eps, normed, (const W*)block.mlp_norm, (float)block.mlp_eps},
-          mixture(*block.experts, y, block.mlp_norm ? normed : h, width, nullptr, nullptr, rows, threads, own, room),
-          residual{{rows, 1}, y, width, h, width, width, (float)block.scale, (const W*)block.mlp_out_norm, (float)block.mlp_out_eps, nullptr,
-                   nullptr, 0.f},
-          sums{{rows, piece_of(width * block.experts->choices)}, &mixture.sum, &residual} {
-        run = quire_begin_linear(&out, block.out, h, heads, heads_stride, rows, threads);
-    }
+    // ``own`` and ``room``: as of MixtureRun.
+    ExpertsEnd(const Block& block, const T* x, T* made, const S* h, S* y, int64_t rows, int64_t threads, Memory& own, Memory& room)
+        : mixture(*block.experts, made, x, block.width, nullptr, nullptr, rows, threads, own, room),
+          residual{{rows, 1}, y, made, block.width, h, block.width, block.width, (float)block.mlp_scale, (const W*)block.mlp_out_norm,
+                   (float)block.mlp_out_eps, nullptr, nullptr, 0.f},
+          sums{{rows, piece_of(block.width * block.experts->choices)}, &mixture.sum, &residual} {}
 
     // ``next``: the product behind this block, or null.
     bool go(Worker& worker, const LinearCall* next) {
-        worker.expect(mixture.first());
-        if (!multiply(out, run, worker)) return false;
-        do_rows(norm, worker);
         if (!mixture.go(worker, next)) return false;
         do_rows(sums, worker);
         return true;
     }
-
-    bool failed() const { return out.failed || mixture.failed(); }
 };
 
-template <typename T, typename W, typename A>
+template <typename T, typename W, typename S>
 struct End {
+    enum Kind { BARE, DENSE, EXPERTS };
+    const Kind kind;
+    Joint<T, W, S> joint;
     union {
-        Tail<T, W, A> dense;
-        ExpertsTail<T, W> experts;
+        DenseEnd<T, W, S> dense;
+        ExpertsEnd<T, W, S> experts;
     };
-    const bool is_mixture;
 
-    // ``room``: rows * ``end_room`` numbers. ``own``, ``shared``: of a mixture.
-    End(const Block& block, T* room, T* y, const T* heads, int64_t heads_stride, const T* x, int64_t rows, int64_t threads, Memory& own,
-        Memory shared)
-        : is_mixture(block.experts) {
-        if (is_mixture)
-            new (&experts) ExpertsTail<T, W>(block, room, y, heads, heads_stride, x, rows, threads, own, shared);
-        else
-            new (&dense) Tail<T, W, A>(block, room, y, heads, heads_stride, x, rows, threads);
+    // ``room``: rows * ``end_room`` numbers. ``x``: the block's input; ``base``: what the heads are added to, or x. ``own``, ``shared``: of
+    // a mixture.
+    End(const Block& block, T* room, S* y, const T* heads, int64_t heads_stride, const S* x, const S* base, int64_t rows, int64_t threads,
+        Memory& own, Memory shared)
+        : End(block, (S*)room, room + rows * block.width * (int64_t)(sizeof(S) / sizeof(T)), y, heads, heads_stride, x, base, rows, threads,
+              own, shared) {}
+
+    End(const Block& block, S* h, T* made, S* y, const T* heads, int64_t heads_stride, const S* x, const S* base, int64_t rows,
+        int64_t threads, Memory& own, Memory& shared)
+        : kind(block.experts ? EXPERTS : block.down ? DENSE : BARE),
+          joint(block, made, kind == BARE ? y : h, made + rows * block.width, heads, heads_stride, x, base, rows, threads) {
+        T *normed = made + rows * block.width, *both = normed + rows * block.width;
+        const S* sum = block.out ? h : x;
+        const T* from = block.mlp_norm ? normed : (const T*)h;  // without a norm S is T
+        if (kind == EXPERTS)
+            new (&experts) ExpertsEnd<T, W, S>(block, from, made, sum, y, rows, threads, own, shared);
+        else if (kind == DENSE)
+            new (&dense) DenseEnd<T, W, S>(block, from, both, both + rows * block.gate_up->outputs, made, sum, y, rows, threads);
     }
 
-    // The first product, and the one behind it if that is known.
-    const LinearCall* first() const { return is_mixture ? &experts.out : &dense.out; }
-    const LinearCall* second() const { return is_mixture ? experts.mixture.first() : &dense.gate_up; }
+    // The first product, and the one behind it if that is known; or null.
+    const LinearCall* first() const { return joint.out.map ? &joint.out : inner(); }
+    const LinearCall* second() const { return joint.out.map ? inner() : kind == DENSE ? &dense.down : nullptr; }
 
-    bool go(Worker& worker, const LinearCall* next) { return is_mixture ? experts.go(worker, next) : dense.go(worker, next); }
+    // The first product behind the heads' projection.
+    const LinearCall* inner() const { return kind == DENSE ? &dense.gate_up : kind == EXPERTS ? experts.mixture.first() : nullptr; }
 
-    bool failed() const { return is_mixture ? experts.failed() : dense.failed(); }
+    // ``next``: the product behind this block, or null.
+    bool go(Worker& worker, const LinearCall* next) {
+        if (kind == BARE)
+            worker.expect(next);
+        else
+            worker.expect(inner(), kind == DENSE ? &dense.down : nullptr);
+        if (!joint.go(worker)) return false;
+        return kind == BARE || (kind == DENSE ? dense.go(worker, next) : experts.go(worker, next));
+    }
+
+    bool failed() const {
+        return joint.out.failed || (kind == DENSE && dense.failed()) || (kind == EXPERTS && experts.mixture.failed());
+    }
 };
 
-// Numbers of a row.
-int64_t end_room(const Block& block) { return block.experts ? 2 * block.out->outputs : tail_room(block); }
+// Numbers of a row, of which the first ones are of type S.
+template <typename T, typename S>
+int64_t end_room(const Block& block) {
+    return block.width * (int64_t)(2 + sizeof(S) / sizeof(T)) + (block.down ? block.gate_up->outputs + block.down->inputs : 0);
+}
 
 // Memory of the mixtures of a call, kept for a thread's next one.
 struct ExpertsRoom {
@@ -109,7 +119,7 @@ template <typename T>
 void count_experts(const Block& block, int64_t rows, int64_t threads, Memory& own, Memory& shared) {
     if (!block.experts) return;
     Memory some{0};
-    MixtureRun<T>(*block.experts, nullptr, nullptr, block.out->outputs, nullptr, nullptr, rows, threads, own, some);
+    MixtureRun<T>(*block.experts, nullptr, nullptr, block.width, nullptr, nullptr, rows, threads, own, some);
     if (some.used > shared.used) shared.used = some.used;
 }
 

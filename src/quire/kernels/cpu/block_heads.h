@@ -8,9 +8,9 @@
 
 namespace {
 
-template <typename T, typename W>
+template <typename T, typename W, typename S>
 struct Heads {
-    Norm<T, W> norm;
+    Norm<T, W, S> norm;
     LinearCall qkv, gates;
     Multiply run, run_gates = nullptr;  // null: no gates of whole heads
     Place<T, W> place;
@@ -20,20 +20,21 @@ struct Heads {
     const T* out;  // [M, C], behind the call
 
     // ``room``: as ``heads_room`` says.
-    Heads(const Step& step, T* room, const T* x, int64_t rows, int64_t threads)
+    Heads(const Step& step, T* room, const S* x, int64_t rows, int64_t threads)
         : Heads(*step.block, *(const LayerAttention*)step.layer, *(const ForwardAttention*)step.forward, room,
                 room + rows * step.block->qkv->inputs,
                 room + rows * (step.block->qkv->inputs + step.block->qkv->outputs), x, rows, threads) {}
 
-    Heads(const Block& block, const LayerAttention& layer, const ForwardAttention& forward, T* normed, T* all, T* turned, const T* x,
+    Heads(const Block& block, const LayerAttention& layer, const ForwardAttention& forward, T* normed, T* all, T* turned, const S* x,
           int64_t rows, int64_t threads)
         : Heads(block, layer, forward, normed, all, turned, turned + rows * (layer.heads + layer.kv_heads) * layer.key_width,
                 block.qkv->inputs, x, rows, threads) {}
 
     // Gates of whole heads come behind the heads.
     Heads(const Block& block, const LayerAttention& layer, const ForwardAttention& forward, T* normed, T* all, T* turned, T* heads,
-          int64_t width, const T* x, int64_t rows, int64_t threads)
-        : norm{{rows, piece_of(width)}, normed, x, width, (const W*)block.attention_norm, width, (float)block.attention_eps},
+          int64_t width, const S* x, int64_t rows, int64_t threads)
+        : norm{{rows, piece_of(width)}, normed, x, width, (const W*)block.attention_norm, width, (float)block.attention_eps,
+               (float)block.in_factor},
           place{{rows, piece_of((layer.heads + layer.kv_heads) * layer.key_width)}, turned, all, block.qkv->outputs,
                 block.gated ? 2 * layer.key_width : layer.key_width, layer.heads, layer.kv_heads, layer.key_width, layer.value_width,
                 forward.cos, forward.sin, forward.turn_stride, forward.rotary, forward.interleaved, (const W*)layer.q_norm,
@@ -43,7 +44,7 @@ struct Heads {
                block.rates ? layer.heads : block.qkv->outputs, block.rates ? 1 : 2 * layer.key_width, layer.heads, layer.value_width,
                block.rates ? 1 : layer.value_width},
           out(heads) {
-        const T* from = norm.weight ? normed : x;
+        const T* from = norm.weight ? normed : (const T*)x;  // without a norm S is T
         run = quire_begin_linear(&qkv, block.qkv, all, from, width, rows, threads);
         if (block.rates) run_gates = quire_begin_linear(&gates, block.rates, (void*)gate.gate, from, width, rows, threads);
         attend = quire_begin_attention(&attention, (const Call*)forward.call, turned, nullptr, layer.k, layer.v, heads, nullptr,

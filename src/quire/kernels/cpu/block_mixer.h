@@ -18,34 +18,36 @@ int64_t mixed_room(const Block& block) {
     return floats + block.qkv->inputs + block.qkv->outputs + (block.rates ? block.rates->outputs : 0) + mixer_width(*block.mixer);
 }
 
-template <typename T, typename W>
+template <typename T, typename W, typename S>
 struct Mixed {
-    Norm<T, W> norm;
+    Norm<T, W, S> norm;
     LinearCall project, rates;
     Multiply run, run_rates = nullptr;  // null: the mixer has no rates of its own
+    Columns<T> columns;
     Task task;
     Phase phases[3];
     Mix mix;
     const T* out;  // [M, D]
 
     // ``room``: as ``mixed_room`` says.
-    Mixed(const Block& block, const LayerStates& states, const Forward& forward, T* room, const T* x, int64_t rows, int64_t threads)
+    Mixed(const Block& block, const LayerStates& states, const Forward& forward, T* room, const S* x, int64_t rows, int64_t threads)
         : Mixed(block, states, forward, (float*)room, room + rows * mixed_floats(*block.mixer) * sizeof(float) / sizeof(T), x, rows,
                 threads) {}
 
-    Mixed(const Block& block, const LayerStates& states, const Forward& forward, float* floats, T* normed, const T* x, int64_t rows,
+    Mixed(const Block& block, const LayerStates& states, const Forward& forward, float* floats, T* normed, const S* x, int64_t rows,
           int64_t threads)
         : Mixed(block, states, forward, floats, normed, normed + rows * block.qkv->inputs,
                 normed + rows * (block.qkv->inputs + block.qkv->outputs), x, rows, threads) {}
 
     Mixed(const Block& block, const LayerStates& states, const Forward& forward, float* floats, T* normed, T* projected, T* rated,
-          const T* x, int64_t rows, int64_t threads)
-        : norm{{rows, piece_of(block.qkv->inputs)}, normed, x, block.qkv->inputs, (const W*)block.attention_norm, block.qkv->inputs,
-               (float)block.attention_eps} {
-        const int64_t width = block.qkv->inputs, columns = block.qkv->outputs;
+          const S* x, int64_t rows, int64_t threads)
+        : norm{{rows, piece_of(block.width)}, normed, x, block.width, (const W*)block.attention_norm, block.width,
+               (float)block.attention_eps, (float)block.in_factor},
+          columns{{rows, piece_of(block.qkv->outputs)}, projected, (const T*)block.columns, block.qkv->outputs} {
+        const int64_t width = block.width, count = block.qkv->outputs;
         const Mixer& mixer = *block.mixer;
         run = quire_begin_linear(&project, block.qkv, projected, normed, width, rows, threads);
-        task = {&mixer, &forward, nullptr, projected, projected + columns - mixer.heads, columns, columns, states.kept, states.states,
+        task = {&mixer, &forward, nullptr, projected, projected + count - mixer.heads, count, count, states.kept, states.states,
                 rows,   nullptr,  nullptr, nullptr,   phases};
         T* y = rated;
         if (block.rates) {
@@ -67,6 +69,7 @@ struct Mixed {
         if (failed()) return false;
         worker.wait(project.done, project.items);
         if (run_rates) worker.wait(rates.done, rates.items);
+        if (columns.factors) do_rows(columns, worker);
         mix(&task);
         return true;
     }

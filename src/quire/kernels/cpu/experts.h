@@ -9,12 +9,6 @@
 
 extern "C" {
 
-// The function between an expert's two products. Kinds: 0 silu, 1 gelu, 2 gelu_tanh of gate and up, 3 clamped, 4 squared.
-struct GateForm {
-    int64_t kind;
-    double alpha, limit;
-};
-
 // Logits are a product of ``map``, rounded to its activations' type, or sums in float64, rounded to float32, over
 // weights [X / 16][E][16] and a bias [X] or null.
 struct RouterMap {
@@ -47,8 +41,6 @@ struct Mixture {
 }
 
 namespace {
-
-INLINE int64_t columns_of(const GateForm& gate, int64_t width) { return gate.kind == 4 ? width : 2 * width; }
 
 // -- the router --------------------------------------------------------------------------------------------------------
 
@@ -164,27 +156,6 @@ INLINE void run_row(const Gather<T>& work, int64_t row) {
     copy(work.out + row * work.width, work.x + work.tokens[row] * work.stride, work.width);
 }
 
-template <typename T>
-struct GateRows {
-    Rows rows;
-    T* out;
-    const T* x;
-    int64_t stride, width;
-    GateForm form;
-};
-
-template <typename T>
-INLINE void run_row(const GateRows<T>& work, int64_t row) {
-    switch (work.form.kind) {
-        case 0: return run_row(Gated<T, Silu>{{1, 1}, work.out, work.x, work.stride, work.width}, row);
-        case 1: return run_row(Gated<T, Gelu>{{1, 1}, work.out, work.x, work.stride, work.width}, row);
-        case 2: return run_row(Gated<T, GeluTanh>{{1, 1}, work.out, work.x, work.stride, work.width}, row);
-        case 3:
-            return run_row(Clamped<T>{{1, 1}, work.out, work.x, work.stride, work.width, (float)work.form.alpha, (float)work.form.limit}, row);
-        default: return run_row(Squared<T>{{1, 1}, work.out, work.x, work.stride, work.width}, row);
-    }
-}
-
 // A token's results times their weights, added from its first choice to its last in float32; the shared expert's result behind them.
 template <typename T>
 struct ChoiceSum {
@@ -219,7 +190,7 @@ INLINE void run_row(const ChoiceSum<T>& work, int64_t row) {
     }
     if (!work.shared) return;
     if (work.weight) run_row(Weighed<T>{{1, 1}, work.shared, work.x, work.x_stride, work.weight, width, width}, row);
-    run_row(Residual<T, T>{{1, 1}, work.out, width, work.shared, width, width, 1.f, nullptr, 0.f, nullptr, nullptr, 0.f}, row);
+    run_row(Residual<T, T>{{1, 1}, work.out, work.out, width, work.shared, width, width, 1.f, nullptr, 0.f, nullptr, nullptr, 0.f}, row);
 }
 
 }  // namespace

@@ -8,32 +8,41 @@
 
 namespace {
 
-template <typename T>
+// Rows are rounded to T, also after their factor.
+template <typename T, typename S>
 struct Embed {
     Rows rows;
-    T* out;
+    S* out;
     const int64_t* tokens;
     const T* table;
     const Linear* map;  // without a table
     float scale;
 };
 
-template <typename T>
-INLINE void run_row(const Embed<T>& work, int64_t row) {
+template <typename T, typename S>
+INLINE void run_row(const Embed<T, S>& work, int64_t row) {
     const int64_t width = work.map->inputs, token = work.tokens[row], start = token / PANEL * PANEL * width, column = token % PANEL;
-    T* to = work.out + row * width;
-    if (work.table)
-        copy(to, work.table + token * width, width);
-    else if (work.map->form == BLOCKS) {
+    S* to = work.out + row * width;
+    const auto place = [&](int64_t i, float value) {
+        T rounded;
+        put_one(&rounded, value);
+        put_one(to + i, wide_one(&rounded));
+    };
+    if (work.table) {
+        if constexpr (std::is_same<T, S>::value)
+            copy(to, work.table + token * width, width);
+        else
+            for (int64_t i = 0; i < width; i++) put_one(to + i, wide_one(work.table + token * width + i));
+    } else if (work.map->form == BLOCKS) {
         const uint8_t* panel = panel_place(*work.map, token / PANEL);
         const int64_t kind = block_part(*work.map, token / PANEL).kind;
-        for (int64_t i = 0; i < width; i++) put_one(to + i, block_value(kind, panel, i, column));
+        for (int64_t i = 0; i < width; i++) place(i, block_value(kind, panel, i, column));
     } else if (work.map->form == FLOAT32)
-        for (int64_t i = 0; i < width; i++) put_one(to + i, ((const float*)work.map->weights)[start + i * PANEL + column]);
+        for (int64_t i = 0; i < width; i++) place(i, ((const float*)work.map->weights)[start + i * PANEL + column]);
     else
         for (int64_t i = 0; i < width; i++)
-            put_one(to + i, wide_one((const bfloat16*)work.map->weights + start + i / 2 * 2 * PANEL + 2 * column + i % 2));
-    for (int64_t i = 0; work.scale != 1.f && i < width; i++) put_one(to + i, wide_one(to + i) * work.scale);
+            place(i, wide_one((const bfloat16*)work.map->weights + start + i / 2 * 2 * PANEL + 2 * column + i % 2));
+    for (int64_t i = 0; work.scale != 1.f && i < width; i++) place(i, wide_one(to + i) * work.scale);
 }
 
 // Logits of a piece of a row that are looked at together.
@@ -90,10 +99,10 @@ INLINE void run_row(const Logits<T>& work, int64_t item) {
 }
 
 // What stands before and behind the blocks.
-template <typename T, typename W>
+template <typename T, typename W, typename S>
 struct Edges {
-    Embed<T> embed;
-    Norm<T, W> norm;
+    Embed<T, S> embed;
+    Norm<T, W, S> norm;
     LinearCall head;
     Multiply run;
     Logits<T> logits;
@@ -101,17 +110,20 @@ struct Edges {
     static int64_t pieces(const Ends& ends) { return (ends.head->outputs + LOOKED_AT - 1) / LOOKED_AT; }
 
     static int64_t floats(const Ends& ends, int64_t rows) {
-        const int64_t numbers = 2 * ends.head->inputs + (sizeof(T) < sizeof(float) ? ends.head->outputs : 0);
-        return rows * (2 * pieces(ends)) + rows * numbers * sizeof(T) / sizeof(float) + 1;
+        const int64_t numbers = ends.head->inputs + (sizeof(T) < sizeof(float) ? ends.head->outputs : 0);
+        return rows * 2 * pieces(ends) + rows * (ends.head->inputs * sizeof(S) + numbers * sizeof(T)) / sizeof(float) + 1;
     }
 
     Edges(const Ends& ends, float* room, float* out, const int64_t* tokens, int64_t rows, int64_t threads)
-        : Edges(ends, room, (T*)(room + 2 * rows * pieces(ends)), ends.head->inputs, out, tokens, rows, threads) {}
+        : Edges(ends, room, (S*)(room + 2 * rows * pieces(ends)), ends.head->inputs, out, tokens, rows, threads) {}
 
-    Edges(const Ends& ends, float* most, T* x, int64_t width, float* out, const int64_t* tokens, int64_t rows, int64_t threads)
+    Edges(const Ends& ends, float* most, S* x, int64_t width, float* out, const int64_t* tokens, int64_t rows, int64_t threads)
+        : Edges(ends, most, x, (T*)(x + rows * width), width, out, tokens, rows, threads) {}
+
+    Edges(const Ends& ends, float* most, S* x, T* normed, int64_t width, float* out, const int64_t* tokens, int64_t rows, int64_t threads)
         : embed{{rows, piece_of(width)}, x, tokens, (const T*)ends.table, ends.rows, (float)ends.embedding_scale},
-          norm{{rows, piece_of(width)}, x + rows * width, x, width, (const W*)ends.norm, width, (float)ends.eps},
-          logits{{rows * pieces(ends), 1}, out, sizeof(T) < sizeof(float) ? x + 2 * rows * width : (const T*)out, ends.head->outputs,
+          norm{{rows, piece_of(width)}, normed, x, width, (const W*)ends.norm, width, (float)ends.eps},
+          logits{{rows * pieces(ends), 1}, out, sizeof(T) < sizeof(float) ? normed + rows * width : (const T*)out, ends.head->outputs,
                  pieces(ends), most, (int32_t*)(most + rows * pieces(ends)), (float)ends.logit_scale, (float)ends.softcap} {
         run = quire_begin_linear(&head, ends.head, (void*)logits.x, norm.out, width, rows, threads);
     }

@@ -30,8 +30,8 @@ void norm(void* out, const void* x, int64_t stride, const void* weight, int64_t 
 template <typename T, typename W>
 void add_norm(void* out, void* y, int64_t y_stride, const void* x, int64_t x_stride, float scale, const void* weight, int64_t count,
               int64_t width, float eps, int64_t threads, Parallel parallel) {
-    Residual<T, W> work = {{count, piece_of(width)}, (T*)y, y_stride, (const T*)x, x_stride, width, scale, nullptr, 0.f, (T*)out,
-                           (const W*)weight, eps};
+    Residual<T, W> work = {{count, piece_of(width)}, (T*)y, (T*)y, y_stride, (const T*)x, x_stride, width, scale, nullptr, 0.f,
+                           (T*)out, (const W*)weight, eps};
     run(work, threads, parallel);
 }
 

@@ -14,6 +14,12 @@
 // The level that runs: 0 any processor, 1 AVX2, 2 AVX-512. In rows.cpp.
 extern "C" int quire_rows_now;
 
+// The function between two products of a feed-forward layer. Kinds: 0 silu, 1 gelu, 2 gelu_tanh of gate times up, 3 clamped, 4 squared.
+struct GateForm {
+    int64_t kind;
+    double alpha, limit;  // of 3
+};
+
 namespace {
 
 // Of no numbers the places may be null, which memcpy must not be given.
@@ -117,37 +123,68 @@ struct Rows {
     int64_t done = 0;
 };
 
-template <typename T, typename W>
+// Numbers times a factor, rounded.
+template <typename T>
+INLINE void multiply_row(T* x, float factor, int64_t width) {
+    if (factor == 1.f) return;
+    int64_t i = 0;
+    for (; i + LANES <= width; i += LANES) put(x + i, wide(x + i) * factor);
+    for (; i < width; i++) put_one(x + i, wide_one(x + i) * factor);
+}
+
+// Each number of a row times its column's factor, in place.
+template <typename T>
+struct Columns {
+    Rows rows;
+    T* x;
+    const T* factors;
+    int64_t width;
+};
+
+template <typename T>
+INLINE void run_row(const Columns<T>& work, int64_t row) {
+    T* x = work.x + row * work.width;
+    int64_t i = 0;
+    for (; i + LANES <= work.width; i += LANES) put(x + i, wide(x + i) * wide(work.factors + i));
+    for (; i < work.width; i++) put_one(x + i, wide_one(x + i) * wide_one(work.factors + i));
+}
+
+// The norm, rounded, times a factor. S: type of x.
+template <typename T, typename W, typename S = T>
 struct Norm {
     Rows rows;
     T* out;
-    const T* x;
+    const S* x;
     int64_t stride;
     const W* weight;
     int64_t width;
     float eps;
+    float factor = 1.f;
 };
 
-template <typename T, typename W>
-INLINE void write_norm(T* to, const T* from, const W* weight, int64_t width, float eps) {
+template <typename T, typename W, typename S>
+INLINE void write_norm(T* to, const S* from, const W* weight, int64_t width, float eps) {
     float scale = norm_scale(from, width, eps);
     int64_t i = 0;
     for (; i + LANES <= width; i += LANES) put(to + i, wide(from + i) * scale * wide(weight + i));
     for (; i < width; i++) put_one(to + i, wide_one(from + i) * scale * wide_one(weight + i));
 }
 
-template <typename T, typename W>
-INLINE void run_row(const Norm<T, W>& work, int64_t row) {
-    write_norm(work.out + row * work.width, work.x + row * work.stride, work.weight, work.width, work.eps);
+template <typename T, typename W, typename S>
+INLINE void run_row(const Norm<T, W, S>& work, int64_t row) {
+    T* to = work.out + row * work.width;
+    write_norm(to, work.x + row * work.stride, work.weight, work.width, work.eps);
+    multiply_row(to, work.factor, work.width);
 }
 
-// y becomes x + scale * y, or x + scale * norm(y); ``out`` a norm of the sum.
-template <typename T, typename W>
+// x + scale * y, or x + scale * norm(y), with y times a factor before; ``out``: a norm of the sum. S: type of the residual.
+template <typename T, typename W, typename S = T>
 struct Residual {
     Rows rows;
-    T* y;
-    int64_t y_stride;
-    const T* x;
+    S* sum;  // may be ``y``, or ``x``
+    T* y;    // changes
+    int64_t y_stride;  // of the sum, too
+    const S* x;
     int64_t x_stride, width;
     float scale;
     const W* own;  // weight of y's norm, or null
@@ -155,17 +192,20 @@ struct Residual {
     T* out;
     const W* weight;  // of the sum's norm, or null: no ``out``
     float eps;
+    float factor = 1.f;
 };
 
-template <typename T, typename W>
-INLINE void run_row(const Residual<T, W>& work, int64_t row) {
+template <typename T, typename W, typename S>
+INLINE void run_row(const Residual<T, W, S>& work, int64_t row) {
     T* y = work.y + row * work.y_stride;
-    const T* x = work.x + row * work.x_stride;
+    S* sum = work.sum + row * work.y_stride;
+    const S* x = work.x + row * work.x_stride;
+    multiply_row(y, work.factor, work.width);
     if (work.own) write_norm(y, y, work.own, work.width, work.own_eps);
     int64_t i = 0;
-    for (; i + LANES <= work.width; i += LANES) put(y + i, wide(y + i) * work.scale + wide(x + i));
-    for (; i < work.width; i++) put_one(y + i, wide_one(y + i) * work.scale + wide_one(x + i));
-    if (work.weight) write_norm(work.out + row * work.width, y, work.weight, work.width, work.eps);
+    for (; i + LANES <= work.width; i += LANES) put(sum + i, wide(y + i) * work.scale + wide(x + i));
+    for (; i < work.width; i++) put_one(sum + i, wide_one(y + i) * work.scale + wide_one(x + i));
+    if (work.weight) write_norm(work.out + row * work.width, sum, work.weight, work.width, work.eps);
 }
 
 INLINE Lanes capped(Lanes x, float cap) { return tanh_of(x / cap) * cap; }
@@ -288,6 +328,33 @@ INLINE void run_row(const Squared<T>& work, int64_t row) {
     for (; i < work.width; i++) {
         const float value = wide_one(x + i), above = value < 0 ? 0 : value;
         put_one(to + i, above * above);
+    }
+}
+
+// Columns of the first product for ``width`` of the second.
+INLINE int64_t columns_of(const GateForm& gate, int64_t width) { return gate.kind == 4 ? width : 2 * width; }
+
+// The function of a form, of gates times a factor.
+template <typename T>
+struct GateRows {
+    Rows rows;
+    T* out;
+    T* x;  // gates with a factor change
+    int64_t stride, width;
+    GateForm form;
+    float factor = 1.f;
+};
+
+template <typename T>
+INLINE void run_row(const GateRows<T>& work, int64_t row) {
+    multiply_row(work.x + row * work.stride, work.factor, work.width);
+    switch (work.form.kind) {
+        case 0: return run_row(Gated<T, Silu>{{1, 1}, work.out, work.x, work.stride, work.width}, row);
+        case 1: return run_row(Gated<T, Gelu>{{1, 1}, work.out, work.x, work.stride, work.width}, row);
+        case 2: return run_row(Gated<T, GeluTanh>{{1, 1}, work.out, work.x, work.stride, work.width}, row);
+        case 3:
+            return run_row(Clamped<T>{{1, 1}, work.out, work.x, work.stride, work.width, (float)work.form.alpha, (float)work.form.limit}, row);
+        default: return run_row(Squared<T>{{1, 1}, work.out, work.x, work.stride, work.width}, row);
     }
 }
 
