@@ -13,6 +13,7 @@ struct PackBlocks {
     int64_t stride, outputs, inputs, kind;  // stride: bytes from row to row
     bool is_mapped;                         // pages of ``rows`` are of a file that nobody changes
     uint8_t* to;
+    bool is_fresh;  // pages of ``to`` are requested before they are written
     std::atomic<int64_t> next_panels;
     std::atomic<int> is_damaged;
 };
@@ -22,10 +23,9 @@ constexpr int64_t BLOCK_BYTES[] = {18, 20, 22, 24, 34, 84, 110, 144, 176, 210, 1
 template <int KIND>
 constexpr int GROUPS = BLOCK_SHAPES[KIND].units ? 8 : KIND == NVFP4 ? 2 : 1;
 
-// Bits of eight bytes, WIDTH of each from bit ``shift`` on, side by side.
+// The lowest WIDTH bits of eight bytes, side by side.
 template <int WIDTH>
-INLINE uint32_t eight_bits(const uint8_t* from, int shift) {
-    uint64_t bits = loaded<uint64_t>(from) >> shift;
+INLINE uint32_t eight_bits(uint64_t bits) {
     if (WIDTH == 4) {
         bits &= 0x0f0f0f0f0f0f0f0f, bits = (bits | bits >> 4) & 0x00ff00ff00ff00ff, bits = (bits | bits >> 8) & 0x0000ffff0000ffff;
         return (uint32_t)(bits | bits >> 16);
@@ -51,39 +51,62 @@ INLINE uint32_t in_halves(uint32_t word) {
     return word;
 }
 
-// The words of 32 codes, WIDTH bits of each of 32 bytes.
-template <int WIDTH>
-INLINE void put_words(uint8_t* to, const uint8_t* from, int shift) {
-    constexpr int EACH = 4 / WIDTH;  // eights of codes in a word
-    for (int word = 0; word < WIDTH; word++) {
-        uint32_t bits = 0;
-        for (int i = 0; i < EACH; i++) bits |= eight_bits<WIDTH>(from + 8 * (word * EACH + i), shift) << 8 * WIDTH * i;
-        store(to + 4 * word * PANEL, in_halves<WIDTH>(bits));
+// Eight bytes of each output, N times. Work on all outputs at once goes into vectors.
+template <int N>
+struct Eights {
+    uint64_t of[N][PANEL] = {};
+    __attribute__((always_inline)) Eights(const uint8_t* from, int64_t stride, int64_t outputs) {
+        for (int64_t o = 0; o < outputs; o++, from += stride)
+            for (int i = 0; i < N; i++) of[i][o] = loaded<uint64_t>(from + 8 * i);
     }
+};
+
+// A word of each output; bits(o): its codes in order.
+template <int WIDTH, typename BITS>
+INLINE void put_word(uint8_t* to, BITS&& bits) {
+    uint32_t words[PANEL];
+    for (int o = 0; o < PANEL; o++) words[o] = in_halves<WIDTH>(bits(o));
+    std::memcpy(to, words, sizeof(words));
 }
 
-// The codes of a group of an output, and their high bits. Not of codes of 8 bits.
+// The words of 32 codes, WIDTH bits of each of 32 bytes.
+template <int WIDTH>
+INLINE void put_words(uint8_t* to, const uint8_t* from, int64_t stride, int64_t outputs, int shift) {
+    constexpr int EACH = 4 / WIDTH;  // eights of codes in a word
+    const Eights<4> bytes(from, stride, outputs);
+    for (int word = 0; word < WIDTH; word++)
+        put_word<WIDTH>(to + 4 * word * PANEL, [&](int o) __attribute__((always_inline)) {
+            uint32_t bits = 0;
+            for (int i = 0; i < EACH; i++) bits |= eight_bits<WIDTH>(bytes.of[word * EACH + i][o] >> shift) << 8 * WIDTH * i;
+            return bits;
+        });
+}
+
+// The codes of a group of all outputs, and their high bits. ``column``: the block of the first output. Not of codes of 8 bits.
 template <int KIND>
-INLINE void put_codes(uint8_t* to, uint8_t* high, const uint8_t* block, int g) {
+INLINE void put_codes(uint8_t* to, uint8_t* high, const uint8_t* column, int64_t stride, int64_t outputs, int g) {
     constexpr BlockShape SHAPE = BLOCK_SHAPES[KIND];
-    if constexpr (KIND == NVFP4) {
-        // Of each 16 inputs the lower halves of eight bytes, then the upper ones.
-        const uint8_t* from = block + 4 + 16 * g;
-        for (int word = 0; word < 4; word++) store(to + 4 * word * PANEL, in_halves<4>(eight_bits<4>(from + word / 2 * 8, word % 2 * 4)));
-    } else if constexpr (!SHAPE.units || KIND == IQ4_XS) {
-        // The lower halves of 16 bytes, then the upper ones.
-        const uint8_t* from = block + BLOCK_BYTES[KIND] - 16 * (SHAPE.units ? 8 - g : 1);
-        for (int word = 0; word < 4; word++) store(to + 4 * word * PANEL, in_halves<4>(eight_bits<4>(from + word % 2 * 8, word / 2 * 4)));
-        if constexpr (SHAPE.high > 0) store(high, in_halves<1>(loaded<uint32_t>(block + SHAPE.scale)));
+    if constexpr (!SHAPE.units || KIND == IQ4_XS) {
+        // The lower halves of 16 bytes, then the upper ones; of NVFP4 those of 8 bytes.
+        const Eights<2> bytes(column + BLOCK_BYTES[KIND] - 16 * (GROUPS<KIND> - g), stride, outputs);
+        for (int word = 0; word < 4; word++) {
+            const uint64_t* const half = bytes.of[KIND == NVFP4 ? word / 2 : word % 2];
+            const int shift = (KIND == NVFP4 ? word % 2 : word / 2) * 4;
+            put_word<4>(to + 4 * word * PANEL, [&](int o) __attribute__((always_inline)) { return eight_bits<4>(half[o] >> shift); });
+        }
+        if constexpr (SHAPE.high > 0) {
+            const Eights<1> bits(column + SHAPE.scale, stride, outputs);
+            put_word<1>(high, [&](int o) __attribute__((always_inline)) { return (uint32_t)bits.of[0][o]; });
+        }
     } else if constexpr (KIND == Q4_K || KIND == Q5_K) {
-        put_words<4>(to, block + (KIND == Q4_K ? 16 : 48) + g / 2 * 32, g % 2 * 4);
-        if constexpr (KIND == Q5_K) put_words<1>(high, block + 16, g);
+        put_words<4>(to, column + (KIND == Q4_K ? 16 : 48) + g / 2 * 32, stride, outputs, g % 2 * 4);
+        if constexpr (KIND == Q5_K) put_words<1>(high, column + 16, stride, outputs, g);
     } else if constexpr (KIND == Q6_K) {
-        put_words<4>(to, block + g / 4 * 64 + g % 2 * 32, g / 2 % 2 * 4);
-        put_words<2>(high, block + 128 + g / 4 * 32, g % 4 * 2);
+        put_words<4>(to, column + g / 4 * 64 + g % 2 * 32, stride, outputs, g / 2 % 2 * 4);
+        put_words<2>(high, column + 128 + g / 4 * 32, stride, outputs, g % 4 * 2);
     } else {
-        put_words<2>(to, block + (KIND == Q2_K ? 16 : 32) + g / 4 * 32, g % 4 * 2);
-        if constexpr (KIND == Q3_K) put_words<1>(high, block, g);
+        put_words<2>(to, column + (KIND == Q2_K ? 16 : 32) + g / 4 * 32, stride, outputs, g % 4 * 2);
+        if constexpr (KIND == Q3_K) put_words<1>(high, column, stride, outputs, g);
     }
 }
 
@@ -171,15 +194,18 @@ INLINE void pack_panel(PackBlocks& call, int64_t panel) {
         uint8_t* const head = to + SHAPE.head(b * GROUPS<KIND>);
         const uint8_t* const column = call.rows + first * call.stride + SHAPE.row + b * BLOCK_BYTES[KIND];
         if constexpr (SHAPE.low == 8) turn_bytes(to + SHAPE.group(b), column + SHAPE.scale, call.stride, outputs);
+        if constexpr (SHAPE.low < 8)
+            for (int g = 0; g < GROUPS<KIND>; g++) {
+                uint8_t* const codes = to + SHAPE.group(b * GROUPS<KIND> + g);
+                put_codes<KIND>(codes, codes + SHAPE.codes_size(), column, call.stride, outputs, g);
+            }
         for (int64_t o = 0; o < outputs; o++) {
             const uint8_t* const block = column + o * call.stride;
             read_scales<KIND>(found, block);
             is_whole &= is_finite<KIND>(found);
             for (int unit = 0; unit < SHAPE.units; unit++) std::memcpy(head + 2 * (unit * PANEL + o), found.head + 2 * unit, 2);
             for (int g = 0; g < GROUPS<KIND>; g++) {
-                uint8_t* const codes = to + SHAPE.group(b * GROUPS<KIND> + g);
-                uint8_t *const high = codes + SHAPE.codes_size(), *const scales = high + SHAPE.high_size();
-                if constexpr (SHAPE.low < 8) put_codes<KIND>(codes + 4 * o, high + 4 * o, block, g);
+                uint8_t* const scales = to + SHAPE.group(b * GROUPS<KIND> + g) + SHAPE.codes_size() + SHAPE.high_size();
                 constexpr int BYTES = SHAPE.scale_bytes();
                 for (int i = 0; i < SHAPE.scale; i += BYTES) std::memcpy(scales + i * PANEL + BYTES * o, found.of[g] + i, BYTES);
             }
@@ -197,6 +223,15 @@ INLINE void drop_pages(const uint8_t* from, int64_t size) {
 #endif
 }
 
+// Many pages at once cost less than each when it is first written. Threads request theirs at the same time. An old system refuses.
+INLINE void request_pages(const uint8_t* from, int64_t size) {
+#if defined(__linux__)
+    constexpr int POPULATE_WRITE = 23;
+    const uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), first = (uintptr_t)from / page * page;
+    madvise((void*)first, (uintptr_t)from + size - first, POPULATE_WRITE);
+#endif
+}
+
 template <int KIND>
 INLINE void pack_panels(PackBlocks& call) {
     const int64_t panels = (call.outputs + PANEL - 1) / PANEL;
@@ -204,6 +239,8 @@ INLINE void pack_panels(PackBlocks& call) {
     constexpr int64_t SOME = 8;
     for (int64_t some; (some = SOME * call.next_panels.fetch_add(1)) < panels;) {
         const int64_t end = some + SOME < panels ? some + SOME : panels;
+        const int64_t size = BLOCK_SHAPES[KIND].panel_size(call.inputs);
+        if (call.is_fresh) request_pages(call.to + some * size, (end - some) * size);
         for (int64_t panel = some; panel < end; panel++) pack_panel<KIND>(call, panel);
         const int64_t first = some * PANEL, last = end * PANEL < call.outputs ? end * PANEL : call.outputs;
         if (call.is_mapped) drop_pages(call.rows + first * call.stride, (last - first) * call.stride);
@@ -237,8 +274,8 @@ extern "C" {
 
 // Return 0, or 1 if a scale is not finite. ``to`` has whole panels of one kind.
 int quire_pack_blocks(const uint8_t* rows, int64_t stride, int64_t outputs, int64_t inputs, int64_t kind, int64_t is_mapped, uint8_t* to,
-                      int64_t threads, Parallel parallel) {
-    PackBlocks call = {rows, stride, outputs, inputs, kind, is_mapped != 0, to, {0}, {0}};
+                      int64_t is_fresh, int64_t threads, Parallel parallel) {
+    PackBlocks call = {rows, stride, outputs, inputs, kind, is_mapped != 0, to, is_fresh != 0, {0}, {0}};
     run_on(threads, pack_blocks, &call, parallel);
     return call.is_damaged;
 }

@@ -18,7 +18,7 @@ from torch import Tensor
 from quire.base.errors import CheckpointError, InvalidArgument
 from quire.contracts.linear import BlockRows, CodeRows, LinearMap, PackedMatrix, WeightForm
 from quire.kernels.linear.ordered_map import by_blocks, in_order
-from quire.kernels.linear.packed_memory import PackedMemory
+from quire.kernels.linear.packed_memory import PackedMemory, collapses
 from quire.kernels.native_library import NativeLibrary, native_library
 from quire.weights import packed as reference
 from quire.weights.block_panels import GROUP, KINDS, fits_panels
@@ -81,7 +81,7 @@ class NativeLinear:
             "quire_pack_linear", pointer, *[number] * 6, pointer, pointer, number, pointer
         )  # fmt: skip
         self._pack_blocks = library.function(
-            "quire_pack_blocks", pointer, *[number] * 5, pointer, number, pointer, result=ctypes.c_int
+            "quire_pack_blocks", pointer, *[number] * 5, pointer, number, number, pointer, result=ctypes.c_int
         )
 
     def refusal(self, weight_OI: Tensor, form: WeightForm) -> str:
@@ -156,12 +156,13 @@ class NativeLinear:
         if dtype not in DTYPES or not fits_panels(kinds):
             return None
         sizes = [-(-rows // PANEL) * KINDS[kind].panel_bytes(inputs) for kind, rows in kinds]
-        values = self.memory.take(sum(sizes))
+        values = self.memory.take(sum(sizes), requested=False)
         for part, to in zip(parts, torch.split(values, sizes), strict=True):
             rows_RB = part.rows_RB if part.rows_RB.stride(1) == 1 else part.rows_RB.contiguous()
             if self._pack_blocks(
                 rows_RB.data_ptr(), rows_RB.stride(0), len(rows_RB), inputs, list(KINDS).index(part.kind),
-                int(part.is_mapped and rows_RB is part.rows_RB), to.data_ptr(), torch.get_num_threads(), self._parallel,
+                int(part.is_mapped and rows_RB is part.rows_RB), to.data_ptr(), int(collapses()), torch.get_num_threads(),
+                self._parallel,
             ):  # fmt: skip
                 raise CheckpointError(f"{part.name} has a scale in {part.kind} that is not finite; the file is damaged")
         outputs = sum(rows for _, rows in kinds)

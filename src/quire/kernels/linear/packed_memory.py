@@ -48,8 +48,9 @@ class PackedMemory:
         self._waiting: list[tuple[weakref.ref[Slab], int]] = []
         """Full slabs in small pages, and the number of their used bytes."""
 
-    def take(self, nbytes: int) -> Tensor:
-        """Return uint8 ``[nbytes]``, uninitialised."""
+    def take(self, nbytes: int, *, requested: bool = True) -> Tensor:
+        """Return uint8 ``[nbytes]``, uninitialised. ``requested`` False: who writes to it requests
+        its pages first, if the system ``collapses`` them."""
         slab = None if self._slab is None else self._slab()
         if slab is None or self._end + nbytes > slab.size:
             self._close()
@@ -57,7 +58,7 @@ class PackedMemory:
             self._slab, self._end = weakref.ref(slab), -slab.ctypes.data % ALIGNMENT
         begin = self._end
         self._end += -(-nbytes // ALIGNMENT) * ALIGNMENT
-        if nbytes >= LEAST and collapses():
+        if requested and nbytes >= LEAST and collapses():
             _advise(slab.ctypes.data + begin, nbytes, MADV_POPULATE_WRITE)
         return torch.from_numpy(slab)[begin : begin + nbytes]
 
