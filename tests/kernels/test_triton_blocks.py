@@ -81,7 +81,7 @@ def test_products_of_parts_in_several_formats(rows: int) -> None:
 def test_stacks(counts: list[int]) -> None:
     """Each map multiplies its own rows, however few; the device alone knows where they end."""
     kernel = TritonBlocks(DEVICE)
-    parts = [[rows_of_blocks("Q5_0", 9, 64, seed), rows_of_blocks("Q8_0", 24, 64, seed)] for seed in range(5)]
+    parts = [[rows_of_blocks("Q5_0", 9, 64, seed), rows_of_blocks(NVFP4, 24, 64, seed)] for seed in range(5)]
     maps = [made(some, 64) for some in parts]
     stack = kernel.join(maps)
     assert stack is not None
@@ -149,7 +149,14 @@ MODELS = (
     Case("triton-experts", "Qwen3Moe", {**SIZES_OF, **FOUR}),
     Case("triton-shared", "Qwen2Moe", {**SIZES_OF, **FOUR, "shared_expert_intermediate_size": 32}),
 )
-KIND_OF = {"attn_q": "Q5_0", "attn_v": "Q8_0", "gate_exps": "Q5_0", "ffn_down.": "F16", "ffn_up_exps": "Q4_1"}
+KIND_OF = {
+    "attn_q": "Q5_0",
+    "attn_v": "Q8_0",
+    "attn_output": "NVFP4",
+    "gate_exps": "Q5_0",
+    "ffn_down.": "F16",
+    "ffn_up_exps": "Q4_1",
+}
 """Beside one matrix that the file has as floats; Q4_0 otherwise."""
 
 
@@ -172,7 +179,7 @@ def test_a_kept_model_is_the_expanded_one(case: Case, monkeypatch: pytest.Monkey
                 size, wanted = llm.model.parameter_bytes, table.clone()
                 assert kept == []
                 continue
-            assert {"Q4_0", "Q5_0", "Q8_0"} <= set(kept)
+            assert {"Q4_0", "Q5_0", "Q8_0", NVFP4} <= set(kept)
             assert torch.equal(table, wanted)
             assert llm.model.parameter_bytes < size * 0.5
             mlp: Any = llm.model.blocks[0].mlp
