@@ -83,9 +83,10 @@ def exact_and_bound(geometry: Geometry, cell: Cell, inputs: Inputs) -> tuple[Ten
     error in this precision, times (R + Dr) / (Dn + Dr) for the absorbed form's longer sums.
     """
     rows_SR = torch.cat((inputs.history_SR, inputs.rows_TR[: cell.tokens]))
-    expansion = LatentExpansion(*(part[:HEADS_CHECKED] for part in astuple(inputs.expansions[0])))
+    key_HDR, value_HRV = (part[:HEADS_CHECKED] for part in astuple(inputs.expansions[0]))
+    expansion = LatentExpansion(key_HDR, value_HRV)
     q_THD, scale = inputs.q_THD[: cell.tokens, :HEADS_CHECKED], geometry.head**-0.5
-    wide = LatentExpansion(*(part.double() for part in astuple(expansion)))
+    wide = LatentExpansion(key_HDR.double(), value_HRV.double())
     exact_THV = plain(q_THD.double(), *expand(rows_SR.double(), wide), scale)
     largest = float(exact_THV.abs().max())
     theirs = float((plain(q_THD, *expand(rows_SR, expansion), scale) - exact_THV).abs().max()) / largest

@@ -92,9 +92,9 @@ class MultiHeadLatentAttention(Attention):
 def absorbing(expansion: LatentExpansion, kernel: HeadKernel) -> LatentExpansion:
     """Return the maps packed for attention in absorbed form, or unchanged if they cannot be
     packed."""
-    tensors = expansion.key_HDR, expansion.value_HRV
-    queries, values = (kernel.pack_heads(one.transpose(1, 2)) for one in tensors)
+    key_HDR, value_HRV = expansion.key_HDR, expansion.value_HRV
+    queries, values = (kernel.pack_heads(one.transpose(1, 2)) for one in (key_HDR, value_HRV))
     if queries is None or values is None:
         return expansion
-    shapes = (torch.empty_like(one, device="meta") for one in tensors)
-    return LatentExpansion(*shapes, AbsorbingMaps(queries, values))
+    key_HDR, value_HRV = (torch.empty_like(one, device="meta") for one in (key_HDR, value_HRV))
+    return LatentExpansion(key_HDR, value_HRV, AbsorbingMaps(queries, values))

@@ -96,14 +96,14 @@ struct ByVectors {
     uint32_t *keys, *values, *queries;
     Running* running;
     const int64_t words, group;
-    const bool smooth, is_in_vectors;  // is_in_vectors: queries are [rows / W, words, W]
+    const bool smooth;
+    bool is_vector = false;  // the item's queries are one, [words, W], under each KV head
 
     ByVectors(const Batch& of, char* place)
         : batch(of),
           words((of.key_size + packed<T> - 1) / packed<T>),
           group(of.heads / of.kv_heads),
-          smooth(is_smooth<T>(of.key_size, of.value_size)),
-          is_in_vectors(meets_keys<T> && group % W == 0 && of.key_size % packed<T> == 0) {
+          smooth(is_smooth<T>(of.key_size, of.value_size)) {
         Taker taker{place};
         const int64_t rows = batch.most_rows;
         room = rooms<T>(batch, taker);
@@ -113,9 +113,12 @@ struct ByVectors {
         running = taker.take<Running>(sizeof(Running) * rows);
     }
 
-    INLINE_METHOD int64_t begin(int64_t rows) { return rows; }
+    INLINE_METHOD int64_t begin(int64_t rows) {
+        is_vector = meets_keys<T> && rows == W && group == W && batch.key_size % packed<T> == 0;
+        return rows;
+    }
     INLINE_METHOD void put_query(int64_t row, const T* from) {
-        if (!is_in_vectors) return pack_query(from, batch.key_size, words, queries + row * words);
+        if (!is_vector) return pack_query(from, batch.key_size, words, queries + row * words);
         uint32_t* to = queries + row / W * W * words + row % W;
         for (int64_t w = 0; w < words; w++, to += W) *to = loaded<uint32_t>((const char*)from + 4 * w);
     }
@@ -135,8 +138,8 @@ struct ByVectors {
 #define SCORE(M) score_few<T, M>(queries + r * words, words, key_rows, batch.key_size, scores)
             FOR_ROWS(some, SCORE)
 #if AVX512
-        } else if (is_in_vectors) {
-            if constexpr (meets_keys<T>) score_vectors<T>(some, queries + r * words, words, key_rows, scores);
+        } else if (is_vector) {
+            if constexpr (meets_keys<T>) score_vector<T>(queries + r * words, words, key_rows, scores);
 #endif
         } else {
             pack_keys<T>(key_rows, batch.key_size, keys);
