@@ -16,7 +16,7 @@ from torch import Tensor
 from quire.base.errors import InvalidArgument
 from quire.contracts.model import LatentExpansion
 from quire_bench.hardware import Hardware
-from quire_bench.latent_forms import FORMS, GEOMETRIES, Cell, Geometry, Inputs, expand
+from quire_bench.latent_forms import FORMS, GEOMETRIES, Cell, Geometry, Inputs, expand, has_library
 from quire_bench.reports import Spread, interleave
 
 HEADS_CHECKED = 2
@@ -41,14 +41,14 @@ class Work:
 
 
 def work_of(form: str, geometry: Geometry, cell: Cell, itemsize: int) -> Work:
-    """Return the work of one layer of a form."""
+    """Return the work of one layer of a form, *latent* excepted: see ``measure_cell``."""
     new, expansion = cell.batch * cell.tokens, 2.0 * geometry.expansion_size
     by_rows = 2.0 * geometry.heads * (geometry.row + geometry.rank)
     by_heads = 2.0 * geometry.heads * (geometry.head + geometry.value)
     stored = cell.keys * geometry.row * itemsize
-    if form == "absorbed" or (form == "latent" and cell.tokens == 1):
+    if form == "absorbed" or (form == "unpacked" and cell.tokens == 1):
         operations = cell.pairs * by_rows + new * expansion
-    elif form == "latent":
+    elif form == "unpacked":
         own = cell.batch * cell.tokens * (cell.tokens + 1) // 2
         # New rows are expanded; with a past, queries are absorbed as well.
         operations = own * by_heads + (cell.pairs - own) * by_rows + new * expansion * (2 if cell.history else 1)
@@ -83,9 +83,10 @@ def exact_and_bound(geometry: Geometry, cell: Cell, inputs: Inputs) -> tuple[Ten
     error in this precision, times (R + Dr) / (Dn + Dr) for the absorbed form's longer sums.
     """
     rows_SR = torch.cat((inputs.history_SR, inputs.rows_TR[: cell.tokens]))
-    expansion = LatentExpansion(*(part[:HEADS_CHECKED] for part in astuple(inputs.expansions[0])))
+    key_HDR, value_HRV = (part[:HEADS_CHECKED] for part in astuple(inputs.expansions[0]))
+    expansion = LatentExpansion(key_HDR, value_HRV)
     q_THD, scale = inputs.q_THD[: cell.tokens, :HEADS_CHECKED], geometry.head**-0.5
-    wide = LatentExpansion(*(part.double() for part in astuple(expansion)))
+    wide = LatentExpansion(key_HDR.double(), value_HRV.double())
     exact_THV = plain(q_THD.double(), *expand(rows_SR.double(), wide), scale)
     largest = float(exact_THV.abs().max())
     theirs = float((plain(q_THD, *expand(rows_SR, expansion), scale) - exact_THV).abs().max()) / largest
@@ -144,7 +145,10 @@ def measure_cell(
         raise InvalidArgument(f"geometry {cell.geometry!r}; there are {', '.join(GEOMETRIES)}")
     geometry = GEOMETRIES[cell.geometry]
     names = ["latent", "expanded", "anew"] if cell.tokens == 1 else ["latent", "absorbed", "expanded"]
-    works = {name: work_of(name, geometry, cell, dtype.itemsize) for name in names}
+    if has_library(device):
+        names.insert(1, "unpacked")
+    alike = {"latent": "absorbed" if has_library(device) else "unpacked"}
+    works = {name: work_of(alike.get(name, name), geometry, cell, dtype.itemsize) for name in names}
     fitting = most_bytes // works["expanded"].stored_bytes
     layers = 1 if cell.tokens > 1 else min(geometry.layers, fitting) or geometry.layers
     inputs = Inputs.draw(geometry, cell, layers, dtype, device)

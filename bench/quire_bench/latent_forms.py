@@ -1,9 +1,11 @@
 """Latent attention (MLA) in its forms: over latent rows, and over all heads' keys and values.
 
-* *latent*: the KV state's form. One row per token is stored. Decodes attend in absorbed form.
-  Tokens of a prompt attend to each other in expanded form, and to a past in absorbed form
-  (``kv.latent``).
-* *absorbed*: all tokens attend to the rows. A decode equals *latent* and is left out.
+* *latent*: the KV state's form, with the kernels that a model gets on the device. One row per token
+  is stored. On a CPU with the C++ library all tokens attend in absorbed form; elsewhere those of a
+  prompt attend to each other in expanded form, and to a past in absorbed form (``kv.latent``).
+* *unpacked*: the same with maps by PyTorch, so that a prompt takes both forms on a CPU, too.
+* *absorbed*: all tokens attend to the rows, with maps by PyTorch. A decode equals *unpacked* and is
+  left out.
 * *expanded*: keys and values of all heads are stored, as in ``transformers``; new rows are
   expanded.
 * *anew*: rows are stored in a contiguous tensor without pages; each decode expands all of them.
@@ -20,7 +22,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -29,9 +31,14 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from quire.contracts.layers import FullAttention, LatentAttention
 from quire.contracts.model import LatentExpansion
+from quire.kernels.attention.cpu_attention import NativeAttention
 from quire.kernels.attention.sdpa import SdpaAttention
+from quire.kernels.linear.cpu_linear import native_linear
+from quire.kernels.native_library import native_problem
+from quire.kernels.rows.cpu_rows import native_rows
 from quire.kv.state import State
 from quire.kv.state_pass import StatePass
+from quire.nn.latent import absorbing
 from quire_bench.latency import synchronize
 
 PAGE = 16
@@ -163,7 +170,8 @@ class Stored:
             page_size=PAGE,
             dtype=inputs.q_THD.dtype,
             device=device,
-            backend=SdpaAttention(),
+            backend=NativeAttention() if has_library(device) else SdpaAttention(),
+            rows=native_rows() if has_library(device) else None,
         )
         self.cell = cell
         self._attend = attend
@@ -192,7 +200,20 @@ class Stored:
             state.abort_forward()
 
 
+def has_library(device: torch.device) -> bool:
+    """Return whether the C++ kernels run there."""
+    return device.type == "cpu" and not native_problem()
+
+
 def latent_form(geometry: Geometry, cell: Cell, inputs: Inputs) -> Form:
+    kernel = native_linear() if has_library(inputs.q_THD.device) else None
+    if kernel is None:
+        return unpacked_form(geometry, cell, inputs)
+    expansions = [absorbing(one, kernel) for one in inputs.expansions]
+    return unpacked_form(geometry, cell, replace(inputs, expansions=expansions))
+
+
+def unpacked_form(geometry: Geometry, cell: Cell, inputs: Inputs) -> Form:
     spec = LatentAttention(
         num_heads=geometry.heads, row_dim=geometry.row, value_dim=geometry.rank, sm_scale=geometry.head**-0.5
     )
@@ -273,6 +294,7 @@ class ExpandedAnew:
 
 FORMS: Mapping[str, Callable[[Geometry, Cell, Inputs], Form]] = {
     "latent": latent_form,
+    "unpacked": unpacked_form,
     "absorbed": absorbed_form,
     "expanded": expanded_form,
     "anew": ExpandedAnew,

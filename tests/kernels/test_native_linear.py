@@ -294,6 +294,59 @@ def test_groups() -> None:
     assert packed.FORMS["bfloat16"].group(64) == 0
 
 
+HEADS = [(dtype, level) for form, dtype, level in CASES if form == "bfloat16"]
+
+
+@pytest.mark.product(2)
+@pytest.mark.parametrize(("dtype", "level"), HEADS)
+@pytest.mark.parametrize(("heads", "outputs", "inputs"), [(1, 8, 6), (16, 512, 128), (5, 33, 576), (3, 12, 7)])
+def test_heads_have_maps_of_their_own(
+    dtype: torch.dtype, level: int, heads: int, outputs: int, inputs: int, three_threads: None
+) -> None:
+    """Rows and heads that lie apart; what lies between is left as it is. Each head has the bits of
+    its map alone, in any batch."""
+    torch.manual_seed(2)
+    found = kernel(level)
+    weight_HOI = (torch.randn(heads, outputs, inputs) / inputs**0.5).to(dtype)
+    if dtype == torch.bfloat16 and inputs % 2:
+        assert found.pack_heads(weight_HOI) is None
+        return
+    maps = found.pack_heads(weight_HOI)
+    assert maps is not None
+    x_THI = torch.randn(37, heads, inputs + 3).to(dtype)[..., :inputs]
+    wide_THO = torch.full((37, heads, outputs + 5), 7.0, dtype=dtype)
+    maps(x_THI, wide_THO[..., :outputs])
+    assert wide_THO[..., outputs:].eq(7.0).all()
+    form = found.lossless(weight_HOI[0])
+    assert form is not None
+    for head in range(heads):
+        alone = found.pack(weight_HOI[head], None, form)
+        assert torch.equal(wide_THO[:, head, :outputs], alone(x_THI[:, head].contiguous()))
+    exact = torch.einsum("thi,hoi->tho", x_THI.double(), weight_HOI.double())
+    off = torch.einsum("thi,hoi->tho", x_THI.double().abs(), weight_HOI.double().abs()) * (inputs + 8) * 2.0**-23
+    error = (wide_THO[..., :outputs].double() - exact).abs()
+    assert bool((error <= off + exact.abs() * torch.finfo(dtype).eps).all())
+    for rows in (slice(0, 1), slice(36, 37), slice(3, 20)):
+        some_THO = torch.empty(rows.stop - rows.start, heads, outputs, dtype=dtype)
+        maps(x_THI[rows], some_THO)
+        assert torch.equal(some_THO, wide_THO[rows, :, :outputs])
+
+
+def test_heads_are_packed_without_loss() -> None:
+    """Values of bfloat16 in 16 bits, for activations in float32 too; calls are checked."""
+    weight_HOI = torch.randn(2, 32, 64).bfloat16()
+    for dtype in DTYPES:
+        maps = kernel().pack_heads(weight_HOI.to(dtype))
+        assert maps is not None
+        assert maps.nbytes == weight_HOI.nbytes
+        x_THI, y_THO = torch.randn(3, 2, 64).to(dtype), torch.empty(3, 2, 32, dtype=dtype)
+        other = torch.float32 if dtype == torch.bfloat16 else torch.bfloat16
+        for x, y in ((x_THI[:, :1], y_THO), (x_THI, y_THO[:2]), (x_THI, y_THO.mT), (x_THI.to(other), y_THO)):
+            with pytest.raises(InvalidArgument, match="x is"):
+                maps(x, y)
+    assert kernel().pack_heads(weight_HOI.half()) is None
+
+
 def test_the_kernel_is_made_once() -> None:
     assert native_linear() is native_linear()
 

@@ -178,6 +178,21 @@ def test_latent_rows(backend: NativeAttention, dtype: torch.dtype) -> None:
         Batch([600, 40], [count, 1], dtype=dtype, sizes=(72, 64), heads=(1, 16), latent=True).check(backend)
 
 
+@pytest.mark.product(2)
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("sizes", [(72, 64), (576, 512), (33, 20)])
+def test_heads_do_not_know_their_group(backend: NativeAttention, dtype: torch.dtype, sizes: tuple[int, int]) -> None:
+    """Whole vectors of query heads have products of their own, with the bits of any other group."""
+    for heads in (16, 48):
+        batch = Batch([130, 40, 70], [1, 7, 70], dtype=dtype, sizes=sizes, heads=(1, heads), latent=True, page_size=5)
+        batch.check(backend)
+        whole = batch.state(backend)
+        for first, stop in ((0, 1), (1, 6), (6, 15), (15, heads)):
+            some = batch.state(backend, None, batch.q_THD[:, first:stop])
+            assert torch.equal(some.out, whole.out[:, first:stop])
+            assert torch.equal(some.lse, whole.lse[:, first:stop])
+
+
 @pytest.mark.parametrize("size", [1e-18, 1e-3, 30.0])
 @pytest.mark.parametrize("softcap", [None, 4.0])
 def test_tiny_and_huge_scores(backend: NativeAttention, size: float, softcap: float | None) -> None:

@@ -514,6 +514,29 @@ def test_a_bad_head_stays_alone(kernels: RowKernels, dtype: torch.dtype) -> None
     assert torch.equal(found[~expected], clean[~expected])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_last_columns_turn(kernels: RowKernels, dtype: torch.dtype, interleaved: bool) -> None:
+    """Of heads that lie beside others, in rows that are apart."""
+    for count, heads, width, rotary in (
+        (4, 3, 10, 10),
+        (0, 2, 8, 4),
+        (1, 1, 576, 64),
+        (17, 4, 192, 64),
+        (3, 2, 70, 34),
+    ):
+        x_THD = drawn(count, heads + 1, width + 2, dtype=dtype, seed=width)[:, 1:, 1:-1]
+        case = Case(dtype, count=count, rotary=rotary, dk=rotary, interleaved=interleaved)
+        assert case.rotation is not None
+        found = kernels.turn_last(x_THD, case.rotation)
+        assert found.is_contiguous()
+        assert torch.equal(found[..., :-rotary], x_THD[..., :-rotary])
+        x, (cos, sin) = x_THD[..., -rotary:].double(), (part.double() for part in case.rotation[:2])
+        other = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if interleaved else x.roll(rotary // 2, -1)
+        # Two products and their sum round once each.
+        assert_near(found[..., -rotary:], x * cos + other * sin, 2 * SINGLE * ((x * cos).abs() + (other * sin).abs()))
+
+
 # -- rows do not know their batch ------------------------------------------------------------------
 
 
@@ -554,6 +577,13 @@ def test_rows_are_the_same_in_any_batch_to_the_bit(dtype: torch.dtype, level: in
                 assert torch.equal(kernels.gated(h[row], name), gate[row])
         case = Case(dtype, count=17, dk=width % 100 * 2, rotary=width % 100, dv=3, norms=dtype)
         placed, k_SHD, v_SHD = case.run(kernels)
+        if case.rotation is not None:
+            cos, sin, interleaved = case.rotation
+            heads_THD = drawn(17, 3, case.dk, dtype=dtype)
+            turned = kernels.turn_last(heads_THD, case.rotation)
+            for row in (slice(0, 1), slice(16, 17), slice(3, 9)):
+                one = kernels.turn_last(heads_THD[row], Rotation(cos[row], sin[row], interleaved))
+                assert torch.equal(one, turned[row])
         for row in (slice(0, 1), slice(16, 17), slice(3, 9)):
             some, k, v = case.run(kernels, row)
             assert torch.equal(some, placed[row])

@@ -21,10 +21,15 @@ from quire.contracts.attention import AttentionBackend
 from quire.contracts.kv_format import KVView
 from quire.contracts.layers import LatentAttention, Recurrent, RopeSpec, StateTensor
 from quire.contracts.model import LatentExpansion
+from quire.kernels.attention.cpu_attention import NativeAttention
 from quire.kernels.attention.sdpa import SdpaAttention
+from quire.kernels.linear.cpu_linear import native_linear
+from quire.kernels.native_library import native_problem
+from quire.kernels.rows.cpu_rows import native_rows
 from quire.kv import sequencefile
 from quire.kv.contract import ContractState
 from quire.kv.rules import LAYER_VERBS, PAGED_REFUSALS, PAGED_VERBS, layer_refusal, verbs_of
+from quire.nn.latent import absorbing
 from quire.ops.attention import ReferenceAttention
 from quire.statefile.container import read_state, to_bytes
 
@@ -34,6 +39,15 @@ from .pair import attention, num_columns, same_bits, snapshot, windowed
 
 Form = Literal["pass", "verbs"]
 FORMS: tuple[Form, ...] = ("pass", "verbs")
+PACKED = pytest.param(True, marks=pytest.mark.skipif(bool(native_problem()), reason=native_problem()))
+WAYS = pytest.mark.parametrize(
+    ("form", "packed"),
+    [
+        *((form, False) for form in FORMS),
+        pytest.param("pass", True, marks=pytest.mark.skipif(bool(native_problem()), reason=native_problem())),
+    ],
+)
+"""How a story runs its forwards; ``packed``: see ``Story``."""
 SEVEN = [-1, 0, 0, 1, 1, 2, 2]
 
 
@@ -61,8 +75,10 @@ class Story:
         dtype: torch.dtype = torch.float32,
         backend: AttentionBackend | None = None,
         layer_window: int = 6,
+        packed: bool = False,
         seed: int = 0,
     ) -> None:
+        """``packed``: the maps of a CPU's kernels, so that all rows attend in absorbed form."""
         self.spec = spec or latent(sm_scale=0.4)
         self.others = {0: attention(), 2: windowed(layer_window)}
         self.generator = torch.Generator().manual_seed(seed)
@@ -76,9 +92,16 @@ class Story:
             capacity=capacity,
             page_size=page_size,
             dtype=dtype,
-            backend=backend or SdpaAttention(),
+            backend=backend or (NativeAttention() if packed else SdpaAttention()),
+            rows=native_rows() if packed else None,
         )
         self.naive = NaiveLatent(self.spec, self.expansion.key_HDR, self.expansion.value_HRV, torch.finfo(dtype).eps)
+        self.packed = packed
+
+    def given(self) -> LatentExpansion:
+        """The expansion as a pass gets it."""
+        kernel = native_linear() if self.packed else None
+        return self.expansion if kernel is None else absorbing(self.expansion, kernel)
 
     def draw(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.generator)
@@ -151,7 +174,7 @@ class Story:
             opened = state.open_pass()
             if masks is not None:
                 opened.use_mask(torch.cat([one.flatten() for one in masks]))
-            out_THV = opened.attend_latent(self.LAYER, q_THD, rows_TR, self.expansion)
+            out_THV = opened.attend_latent(self.LAYER, q_THD, rows_TR, self.given())
             assert out_THV.is_contiguous()
             self.check(out_THV, ids, counts, bases, stored, q_THD, masks)
         else:
@@ -233,10 +256,10 @@ class Story:
 
 
 @pytest.mark.product(4)
-@pytest.mark.parametrize("form", FORMS)
+@WAYS
 @pytest.mark.parametrize("page_size", [1, 4, 5, 16])
-def test_prompts_pieces_and_decodes(page_size: int, form: Form) -> None:
-    story = Story(page_size=page_size)
+def test_prompts_pieces_and_decodes(page_size: int, form: Form, packed: bool) -> None:
+    story = Story(page_size=page_size, packed=packed)
     story.add(0, 1, 2)
     story.forward([0, 1], [7, 3], form=form)
     story.forward([1, 0, 2], [1, 1, 5], form=form)
@@ -310,13 +333,12 @@ def test_without_rotation_and_scale() -> None:
     story.forward([0], [1])
 
 
-@pytest.mark.parametrize(
-    ("heads", "form"), [(16, FORMS[0]), *(pytest.param(128, form, marks=pytest.mark.slow) for form in FORMS)]
-)
-def test_large_geometry(heads: int, form: Form) -> None:
+@WAYS
+@pytest.mark.parametrize("heads", [16, pytest.param(128, marks=pytest.mark.slow)])
+def test_large_geometry(heads: int, form: Form, packed: bool) -> None:
     """DeepSeek's: 16 (V2-Lite) or 128 heads of 128 + 64 columns, rank 512, values of 128."""
     spec = latent(heads, 512, 64, interleaved=True, sm_scale=192**-0.5)
-    story = Story(spec, nope=128, values=128, page_size=16, capacity=64)
+    story = Story(spec, nope=128, values=128, page_size=16, capacity=64, packed=packed)
     # As if by matrices of variance 1 / columns, so that scores are of the size of one.
     story.expansion.key_HDR.mul_(512**-0.5)
     story.expansion.value_HRV.mul_(512**-0.5)
@@ -328,12 +350,13 @@ def test_large_geometry(heads: int, form: Form) -> None:
     story.forward([0, 1, 2], [1, 1, 1], form=form)
 
 
+@pytest.mark.parametrize("packed", [False, PACKED])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_rows_of_less_precision(dtype: torch.dtype) -> None:
+def test_rows_of_less_precision(dtype: torch.dtype, packed: bool) -> None:
     """A model of float32 over stored rows of less: what was rounded when it was stored is read so
     by both forms.
     """
-    story = Story(dtype=dtype, page_size=5)
+    story = Story(dtype=dtype, page_size=5, packed=packed)
     story.add(0)
     for count in (6, 1, 3, 1):
         out = story.forward([0], [count])
@@ -346,9 +369,9 @@ def test_rows_of_less_precision(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.turns(2)
-@pytest.mark.parametrize("form", FORMS)
-def test_fork_and_pop_at_every_position(form: Form) -> None:
-    story = Story(page_size=4, layer_window=64)
+@WAYS
+def test_fork_and_pop_at_every_position(form: Form, packed: bool) -> None:
+    story = Story(page_size=4, packed=packed, layer_window=64)
     story.add(0)
     story.forward([0], [9], form=form)
     for position in range(10):
@@ -364,9 +387,9 @@ def test_fork_and_pop_at_every_position(form: Form) -> None:
 
 
 @pytest.mark.turns(2)
-@pytest.mark.parametrize("form", FORMS)
-def test_trees_over_several_forwards(form: Form) -> None:
-    story = Story(page_size=4)
+@WAYS
+def test_trees_over_several_forwards(form: Form, packed: bool) -> None:
+    story = Story(page_size=4, packed=packed)
     story.add(0, 1, 2)
     story.forward([0, 1, 2], [6, 3, 9], form=form)
     story.fork(0, 3, 5)
@@ -383,12 +406,14 @@ def test_trees_over_several_forwards(form: Form) -> None:
 
 
 @pytest.mark.product(8)
-@pytest.mark.parametrize("form", FORMS)
+@WAYS
 @pytest.mark.parametrize("eviction", ["token", "forward"])
 @pytest.mark.parametrize(("size", "sink"), [(6, 2), (9, 0), (5, 4), (20, 6)])
-def test_windows_with_sinks(size: int, sink: int, eviction: Literal["token", "forward"], form: Form) -> None:
+def test_windows_with_sinks(
+    size: int, sink: int, eviction: Literal["token", "forward"], form: Form, packed: bool
+) -> None:
     """The sink is seen by a query turned back, in expanded and in absorbed form."""
-    story = Story(page_size=4, capacity=200)
+    story = Story(page_size=4, capacity=200, packed=packed)
     story.add(0, 1)
     story.window(0, size, sink, eviction)
     story.forward([0, 1], [4, 6], form=form)
@@ -440,7 +465,8 @@ def test_windows_far_out() -> None:
 # -- masks and weights -----------------------------------------------------------------------------
 
 
-def test_masks() -> None:
+@pytest.mark.parametrize("packed", [False, PACKED])
+def test_masks(packed: bool) -> None:
     """A mask replaces the causal and tree rule, over the past and over the new tokens."""
     picks = torch.Generator().manual_seed(3)
 
@@ -449,7 +475,7 @@ def test_masks() -> None:
         found[0] = False
         return found
 
-    story = Story()
+    story = Story(packed=packed)
     story.add(0, 1)
     story.forward([0, 1], [6, 2], mask=mask)
     story.forward([1, 0], [4, 5], mask=mask)
@@ -475,16 +501,17 @@ def test_own_mask_of_self_attention() -> None:
     assert torch.allclose(out, v.flip(0))
 
 
+@pytest.mark.parametrize("packed", [False, PACKED])
 @pytest.mark.parametrize("counts", [[1, 1], [4, 1]])
-def test_captured_weights(counts: list[int]) -> None:
-    story = Story()
+def test_captured_weights(counts: list[int], packed: bool) -> None:
+    story = Story(packed=packed)
     story.add(0, 1)
     story.forward([0, 1], [5, 3])
     story.state.begin_forward([0, 1], counts)
     opened = story.state.open_pass()
     opened.capture_weights()
     q, rows = story.draw(sum(counts), 3, 9), story.draw(sum(counts), 10)
-    out = opened.attend_latent(1, q, rows, story.expansion)
+    out = opened.attend_latent(1, q, rows, story.given())
     start = 0
     for seq_id, count, weights in zip((0, 1), counts, opened.weights[1], strict=True):
         stored = [*story.naive.sequences[seq_id].rows, *rows[start : start + count]]
@@ -881,8 +908,9 @@ def test_a_state_without_attention_layers() -> None:
 # -- anything at all -------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("packed", [False, PACKED])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 12))])
-def test_random_stories(seed: int) -> None:
+def test_random_stories(seed: int, packed: bool) -> None:
     picks = random.Random(seed)
     story = Story(
         latent(
@@ -894,6 +922,7 @@ def test_random_stories(seed: int) -> None:
         ),
         page_size=picks.choice([1, 4, 5, 16]),
         capacity=2000,
+        packed=packed,
         seed=seed,
     )
     story.add(0, 1)

@@ -133,6 +133,20 @@ MUTANTS = (
         tests=("runner/test_recurrent_rows.py::test_gates_that_pytorch_computes_are_named",),
     ),
     Mutant(
+        name="two-forms-of-latent-attention-count-as-one",
+        file="runner/row_dependence.py",
+        old="return () if part.expansion.absorbing is None else (",
+        new="return (",
+        tests=("runner/test_latent_rows.py::test_packed_maps_replace_the_tensors",),
+    ),
+    Mutant(
+        name="absorbed-queries-lose-their-positions",
+        file="kv/latent.py",
+        old="rows_THR[..., rank:] = q_THD[..., nope:]",
+        new="rows_THR[..., rank:] = 0",
+        tests=("kv/test_latent.py::test_masks",),
+    ),
+    Mutant(
         name="automatic-attention-stays-with-torch",
         file="build.py",
         old='return "native" if not native_problem() else "torch"',

@@ -1,6 +1,6 @@
 """Linear maps whose weights a kernel holds in a layout of its own.
 
-Letters: T rows, I input, O output features; X maps of a stack, P rows of all of them.
+Letters: T rows, I input, O output features; H heads; X maps of a stack, P rows of all of them.
 """
 
 from __future__ import annotations
@@ -153,6 +153,29 @@ class CodeKernel(Protocol):
     def pack_codes(self, parts: Sequence[CodeRows], bias_O: Tensor | None, dtype: torch.dtype) -> LinearMap | None:
         """Return the map of rows that follow each other, for activations of ``dtype``; None if a
         code or a scale has no place in one of its forms."""
+        ...
+
+
+class HeadMap(Protocol):
+    """``y = x W^T`` of each of H heads, over packed weights."""
+
+    nbytes: int
+    """Of the weights."""
+
+    def __call__(self, x_THI: Tensor, y_THO: Tensor) -> None:
+        """Write the products of ``x`` to ``y``, of the same dtype. Their rows and heads may be any
+        distance apart, the columns of y follow each other. Sums are in float32. On a CPU a row's
+        result is the same to the bit whatever other rows there are, on any number of threads."""
+        ...
+
+
+@runtime_checkable
+class HeadKernel(Protocol):
+    """A ``LinearKernel`` that also runs the maps of all heads in one call."""
+
+    def pack_heads(self, weight_HOI: Tensor) -> HeadMap | None:
+        """Return the maps for activations of the weight's dtype, in the smallest form that holds
+        all values exactly; None if the weight cannot be packed. They hold no reference to it."""
         ...
 
 

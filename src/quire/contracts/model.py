@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from quire.contracts.block_calls import AttentionParts, RowLogits, StackParts
 from quire.contracts.layers import LayerSpec
+from quire.contracts.linear import HeadMap
 from quire.contracts.ranks import Stages
 from quire.contracts.recurrence import RecurrentParts
 from quire.contracts.rows import HeadNormWeights
@@ -68,8 +69,8 @@ class Pass(Protocol):
 
         ``q [T, Hq, Dn + Dr]`` and ``rows [T, R + Dr]`` (``[c_kv | k_pe]``) are given *before* RoPE,
         which rotates their last Dr columns by the layer's spec. Returns ``[T, Hq, Dv]``,
-        contiguous, fresh. Tokens of one forward attend to each other in expanded form, to stored
-        rows and in decodes in absorbed form.
+        contiguous, fresh. Tokens of one forward attend to each other in expanded form unless the
+        expansion absorbs, to stored rows and in decodes in absorbed form.
         """
 
     def attend_cross(self, layer_id: int, q_THD: Tensor) -> Tensor:
@@ -190,6 +191,15 @@ class RehearsalPass(Pass, Protocol):
         summed over rows, heads and the layers that have run."""
 
 
+class AbsorbingMaps(NamedTuple):
+    """Maps of a latent layer in absorbed form, packed."""
+
+    queries: HeadMap
+    """Dn to R: ``q key``."""
+    values: HeadMap
+    """R to Dv: ``out value``."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class LatentExpansion:
     """Maps a latent ``c_kv`` to keys and values of each head."""
@@ -198,6 +208,13 @@ class LatentExpansion:
     """``[Hq, Dn, R]``: ``k_nope = key c_kv``."""
     value_HRV: Tensor
     """``[Hq, R, Dv]``: ``v = c_kv value``."""
+    absorbing: AbsorbingMaps | None = None
+    """With these the tensors have shapes only (``meta``), and all tokens attend in absorbed form,
+    so that no row's form depends on the rows beside it."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(one.nbytes for one in self.absorbing or (self.key_HDR, self.value_HRV))
 
 
 class Block(Protocol):

@@ -84,6 +84,9 @@ class RowKernels(Protocol):
         that is the same. Plain rows are contiguous and have the dtype of ``qkv``.
         """
 
+    def turn_last(self, x_THD: Tensor, rotation: Rotation) -> Tensor:
+        """Return fresh contiguous heads ``[T, H, D]`` whose last R columns are rotated."""
+
     def copy_slots(self, pools: Sequence[Tensor], moves_2N: NDArray[np.int64]) -> None:
         """Copy slots ``moves[0]`` to distinct slots ``moves[1]``, in every layer of all pools
         ``[L, S, ...]``, which are on one device. All are read before one is written."""

@@ -9,7 +9,10 @@ A latent layer keeps one row ``[c_kv | k_pe]`` per token. A query meets it in on
   one KV head whose value is the row's first columns; ``value`` is applied to the result. No stored
   row is expanded, so decodes and queries over the past take this form.
 
-Both are equal up to rounding. The last ``rope.rotary_dim`` columns of queries and rows turn.
+Both are equal up to rounding. So a row's form must not depend on the rows beside it if its bits are
+not to: with packed maps (``LatentExpansion.absorbing``) all rows take the absorbed form.
+
+The last ``rope.rotary_dim`` columns of queries and rows turn.
 
 Letters: T new tokens; S slots; Hq heads; R columns of ``c_kv``; Dn, Dr columns of a head without
 and with positions; Dv value size.
@@ -68,11 +71,20 @@ def expand(rows_TR: Tensor, expansion: LatentExpansion, dtype: torch.dtype) -> t
 
 def expand_values(out_THR: Tensor, expansion: LatentExpansion) -> Tensor:
     """Return ``[T, Hq, Dv]``, contiguous, of attention over rows."""
+    if expansion.absorbing is not None:
+        out_THV = out_THR.new_empty(*out_THR.shape[:2], expansion.value_HRV.shape[2])
+        expansion.absorbing.values(out_THR, out_THV)
+        return out_THV
     return torch.bmm(out_THR.transpose(0, 1), expansion.value_HRV).transpose(0, 1).contiguous()
 
 
 def absorb(q_THD: Tensor, expansion: LatentExpansion, dtype: torch.dtype) -> Tensor:
     """Return ``[T, Hq, R + Dr]`` of turned queries."""
-    nope = expansion.key_HDR.shape[1]
+    _, nope, rank = expansion.key_HDR.shape
+    if expansion.absorbing is not None:
+        rows_THR = q_THD.new_empty(*q_THD.shape[:2], rank + q_THD.shape[2] - nope)
+        expansion.absorbing.queries(q_THD[..., :nope], rows_THR[..., :rank])
+        rows_THR[..., rank:] = q_THD[..., nope:]
+        return rows_THR.to(dtype)
     q_THR = torch.bmm(q_THD[..., :nope].transpose(0, 1), expansion.key_HDR).transpose(0, 1)
     return torch.cat((q_THR, q_THD[..., nope:]), -1).to(dtype)

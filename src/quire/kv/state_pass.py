@@ -217,8 +217,7 @@ class StatePass:
         """Rotate the last rotary columns of every head, as latent layers have them."""
         if spec is None:
             return x_THD
-        cos, sin, interleaved = self._rotation(spec, relative)
-        return rotate_last(x_THD, cos, sin, interleaved=interleaved)
+        return self._paged.rows.turn_last(x_THD, self._rotation(spec, relative))
 
     def _sink_queries(self, prepared: Prepared, layer: Layer, q_THD: Tensor) -> Tensor | None:
         """Rotate the verb's queries for the sink part, if there is one, at relative positions."""
@@ -727,7 +726,8 @@ class StatePass:
             q, q_sink = absorbed(keys)
             self.weigh(layer_id, keys.plan, q, layer.view, layer.scoring, q_sink)
         narrowed = self.chosen.rows is not None
-        if (batch.counts == 1).all() or (narrowed and not latent.worth_expanding(batch, expansion)):
+        is_absorbed = expansion.absorbing is not None or (batch.counts == 1).all()
+        if is_absorbed or (narrowed and not latent.worth_expanding(batch, expansion)):
             everything = self.prepared("fused", layer.class_index)
             q, q_sink = absorbed(everything)
             out_THR = self._paged.backend.run(

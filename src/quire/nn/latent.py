@@ -15,11 +15,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quire.contracts.block_calls import LayerKernels
 from quire.contracts.layers import FullAttention
-from quire.contracts.model import LatentExpansion, Pass
+from quire.contracts.linear import HeadKernel
+from quire.contracts.model import AbsorbingMaps, LatentExpansion, Pass
 from quire.nn.attention import Attention
 from quire.nn.linear import Linear
 from quire.nn.norm import RMSNorm
+from quire.nn.packed import pack_maps
 
 
 @dataclass(slots=True, eq=False)
@@ -67,6 +70,14 @@ class MultiHeadLatentAttention(Attention):
         rank, position_dim = kv_up_HCR.shape[-1], spec.head_dim - nope_dim
         self._sizes = [qkv.out_features - rank - position_dim, rank, position_dim]
 
+    def pack(self, kernels: LayerKernels) -> int:
+        """Pack the linear maps, and the maps of the latent for attention in absorbed form. Return
+        the growth of the weights in bytes."""
+        grown, before = pack_maps(self, kernels), self.expansion.nbytes
+        if isinstance(kernels.linear, HeadKernel):
+            self.expansion = absorbing(self.expansion, kernels.linear)
+        return grown + self.expansion.nbytes - before
+
     def heads(self, x_TE: Tensor, pass_: Pass) -> Tensor:
         """See ``Attention``; the pass stores the latent rows of these tokens."""
         spec = self.spec
@@ -76,3 +87,14 @@ class MultiHeadLatentAttention(Attention):
         rows_TR = torch.cat((self.latent_norm(latent_TR), position_TD), -1)
         q_THD = q_TC.view(-1, spec.num_heads, spec.head_dim)
         return pass_.attend_latent(self.layer_id, q_THD, rows_TR, self.expansion).flatten(-2)
+
+
+def absorbing(expansion: LatentExpansion, kernel: HeadKernel) -> LatentExpansion:
+    """Return the maps packed for attention in absorbed form, or unchanged if they cannot be
+    packed."""
+    key_HDR, value_HRV = expansion.key_HDR, expansion.value_HRV
+    queries, values = (kernel.pack_heads(one.transpose(1, 2)) for one in (key_HDR, value_HRV))
+    if queries is None or values is None:
+        return expansion
+    key_HDR, value_HRV = (torch.empty_like(one, device="meta") for one in (key_HDR, value_HRV))
+    return LatentExpansion(key_HDR, value_HRV, AbsorbingMaps(queries, values))

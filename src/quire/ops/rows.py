@@ -17,7 +17,7 @@ from torch import Tensor
 from quire.base.uploads import uploaded
 from quire.contracts.kv_format import KVView
 from quire.contracts.rows import ActivationName, HeadNormWeights, Rotation, RowKernels
-from quire.ops.rope import rotate
+from quire.ops.rope import rotate, rotate_last
 
 MANY_ELEMENTS = 1 << 16
 """Least number of elements for which temporaries cost more than calls."""
@@ -108,6 +108,11 @@ class ReferenceRows:
             turned_THD = rotate(turned_THD, rotation.cos_T1R, rotation.sin_T1R, interleaved=rotation.interleaved)
         view.write(slots_T, turned_THD[:, num_heads:], qkv_TC[:, columns:].view(-1, kv_heads, dv))
         return turned_THD
+
+    def turn_last(self, x_THD: Tensor, rotation: Rotation) -> Tensor:
+        """See ``RowKernels``."""
+        cos_T1R, sin_T1R, interleaved = rotation
+        return rotate_last(x_THD, cos_T1R, sin_T1R, interleaved=interleaved).contiguous()
 
     def copy_slots(self, pools: Sequence[Tensor], moves_2N: NDArray[np.int64]) -> None:
         """See ``RowKernels``."""

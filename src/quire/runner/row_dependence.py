@@ -20,6 +20,7 @@ from quire.models.hybrid_decoder import HybridDecoder
 from quire.nn.attention import Attention, GatedAttention, GrowingAttention, HeadGatedAttention
 from quire.nn.delta import GatedDeltaNet
 from quire.nn.experts import Experts, MixtureOfExperts
+from quire.nn.latent import MultiHeadLatentAttention
 from quire.nn.mamba import Mamba2Mixer
 from quire.nn.mlp import GatedMLP
 from quire.nn.norm import RMSNorm
@@ -94,6 +95,9 @@ def _maps_of(part: object) -> tuple[object, ...]:
         return ()
     if isinstance(part, GatedAttention | HeadGatedAttention) and not isinstance(part.row_kernels, NativeRows):
         return ()
+    if isinstance(part, MultiHeadLatentAttention):
+        queries = () if part.query_up is None else (part.query_up.up,)
+        return () if part.expansion.absorbing is None else (part.qkv, *queries, part.out)
     if isinstance(part, HeadGatedAttention):
         return part.qkv, part.gate, part.out
     if isinstance(part, Attention):

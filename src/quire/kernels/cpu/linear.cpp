@@ -78,7 +78,7 @@ Multiply quire_begin_linear(LinearCall* call, const Linear* map, void* y, const 
     // At least three panels, of which two are read side by side, unless threads would have no work.
     int64_t parts = (ITEMS_OF_ONE * threads + row_tiles - 1) / row_tiles, most = panels / 3 > threads ? panels / 3 : panels < threads ? panels : threads;
     if (parts > most) parts = most;
-    call->map = map, call->x = x, call->y = y, call->rows = rows, call->x_stride = x_stride;
+    call->map = map, call->x = x, call->y = y, call->rows = rows, call->x_stride = x_stride, call->y_stride = map->outputs;
     // Equal tiles of whole blocks of rows.
     call->tile_rows = row_tiles > 1 ? (rows + unit * row_tiles - 1) / (unit * row_tiles) * unit : rows;
     call->parts = parts;

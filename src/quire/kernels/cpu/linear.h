@@ -72,7 +72,7 @@ struct LinearCall {
     const Linear* map;
     const void* x;
     void* y;
-    int64_t rows, x_stride;
+    int64_t rows, x_stride, y_stride;
     int64_t tile_rows, parts;  // rows and parts of the panels that make an item
     int64_t items;
     // A thread takes the items of a range one after the other, which are neighbours in memory, and then those that are left of
@@ -86,7 +86,7 @@ struct LinearCall {
 // What every thread of a parallel region runs over a call; ``thread``: which of them it is.
 typedef void (*Multiply)(LinearCall* call, int64_t thread);
 
-// Plan y = x W^T + bias; y is [rows, outputs].
+// Plan y = x W^T + bias; y is [rows, outputs], one row behind the other unless ``y_stride`` is set before the call runs.
 Multiply quire_begin_linear(LinearCall* call, const Linear* map, void* y, const void* x, int64_t x_stride, int64_t rows, int64_t threads);
 
 }

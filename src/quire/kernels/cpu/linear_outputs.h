@@ -17,7 +17,7 @@ INLINE void put_rows(const LinearCall& call, int64_t panel, int64_t first, int64
     const Linear& map = *call.map;
     const int64_t from = panel * PANEL, outputs = map.outputs - from < PANEL ? map.outputs - from : PANEL;
     for (int64_t m = 0; m < rows; m++, sums += PANEL) {
-        T* y = (T*)call.y + (first + m) * map.outputs + from;
+        T* y = (T*)call.y + (first + m) * call.y_stride + from;
         int64_t o = 0;
         for (; o + LANES <= outputs; o += LANES)
             put_output(y + o, map.bias ? loaded<Lanes>(sums + o) + loaded<Lanes>(map.bias + from + o) : loaded<Lanes>(sums + o));

@@ -397,7 +397,7 @@ INLINE void run_panels(const LinearCall& call, int64_t panel, int64_t first, int
                        float* room) {
     const Linear& map = *call.map;
     const int64_t apart = call.tile_rows * PANEL;
-    Results results = {(char*)((T*)call.y + first * map.outputs), map.outputs * (int64_t)sizeof(T), sizeof(T) == sizeof(bfloat16), map.bias};
+    Results results = {(char*)((T*)call.y + first * call.y_stride), call.y_stride * (int64_t)sizeof(T), sizeof(T) == sizeof(bfloat16), map.bias};
     const bool is_whole = (panel + Q) * PANEL <= map.outputs;
     sum_panels<Q, FORM, X, ODD_FIRST>(map, panel, {sums, apart, true, is_whole ? results.from(0, panel * PANEL) : Results{}}, room, x, stride, rows);
     for (int q = 0; !is_whole && q < Q; q++) put_rows<T>(call, panel + q, first, rows, sums + q * apart);

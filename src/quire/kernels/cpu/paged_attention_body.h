@@ -97,6 +97,7 @@ struct ByVectors {
     Running* running;
     const int64_t words, group;
     const bool smooth;
+    bool is_vector = false;  // the item's queries are one, [words, W], under each KV head
 
     ByVectors(const Batch& of, char* place)
         : batch(of),
@@ -112,8 +113,15 @@ struct ByVectors {
         running = taker.take<Running>(sizeof(Running) * rows);
     }
 
-    INLINE_METHOD int64_t begin(int64_t rows) { return rows; }
-    INLINE_METHOD void put_query(int64_t row, const T* from) { pack_query(from, batch.key_size, words, queries + row * words); }
+    INLINE_METHOD int64_t begin(int64_t rows) {
+        is_vector = meets_keys<T> && rows == W && group == W && batch.key_size % packed<T> == 0;
+        return rows;
+    }
+    INLINE_METHOD void put_query(int64_t row, const T* from) {
+        if (!is_vector) return pack_query(from, batch.key_size, words, queries + row * words);
+        uint32_t* to = queries + row / W * W * words + row % W;
+        for (int64_t w = 0; w < words; w++, to += W) *to = loaded<uint32_t>((const char*)from + 4 * w);
+    }
     INLINE_METHOD void end_queries(int64_t) {}
     INLINE_METHOD void clear(int64_t rows) {
         std::memset(sums, 0, 4 * rows * room.columns);
@@ -129,6 +137,10 @@ struct ByVectors {
         if (few) {
 #define SCORE(M) score_few<T, M>(queries + r * words, words, key_rows, batch.key_size, scores)
             FOR_ROWS(some, SCORE)
+#if AVX512
+        } else if (is_vector) {
+            if constexpr (meets_keys<T>) score_vector<T>(queries + r * words, words, key_rows, scores);
+#endif
         } else {
             pack_keys<T>(key_rows, batch.key_size, keys);
             multiply<pairs>(some, queries + r * words, words, keys, BLOCK, words, scores, BLOCK, BLOCK, nullptr);

@@ -196,11 +196,14 @@ INLINE void run_item(Call& call, int64_t index, int64_t& fetched, Products& prod
             for (int64_t i = 0, r = h * height; i < item.rows; i++)
                 for (int64_t g = 0; g < group; g++, r++) act(r, order[i], (item.head + h) * group + g);
     };
+    // V that is a view of K is fetched with it.
+    const bool is_view = call.v == call.k && call.v_slot == call.k_slot && call.v_head == call.k_head;
     if (item.split < item.stop && fetched != index) {
         const Places places = first_places(batch, item);
         fetch_block(places, (const char*)((const T*)call.k + item.head * call.k_head), call.k_slot * sizeof(T), call.k_head * sizeof(T),
                     batch.key_size * sizeof(T), item.heads);
-        fetch_block(places, (const char*)((const T*)call.v + item.head * call.v_head), call.v_slot * sizeof(T), call.v_head * sizeof(T),
+        if (!is_view)
+            fetch_block(places, (const char*)((const T*)call.v + item.head * call.v_head), call.v_slot * sizeof(T), call.v_head * sizeof(T),
                     batch.value_size * sizeof(T), item.heads);
     }
     each([&](int64_t r, int64_t row, int64_t head) { products.put_query(r, q + row * q_row + head * q_head); });
@@ -229,7 +232,8 @@ INLINE void run_item(Call& call, int64_t index, int64_t& fetched, Products& prod
     if (item.split == item.stop) products.clear(all_rows);
     uint64_t ahead = 0;
     int64_t ahead_block = -1;
-    Places places, next;
+    Places places, next, none;
+    for (int64_t& slot : none.slots) slot = -1;
     for (int64_t split = item.split; split < item.stop; split++) {
         const int64_t end = item.last < split_start(split + 1) ? item.last : split_start(split + 1);
         products.clear(all_rows);
@@ -258,7 +262,7 @@ INLINE void run_item(Call& call, int64_t index, int64_t& fetched, Products& prod
                 const int64_t head = item.head + h;
                 find_rows(batch, pages, block, any, places, next, (const char*)((const T*)call.k + head * call.k_head),
                           call.k_slot * sizeof(T), batch.key_size * sizeof(T), h, k_slabs, room.zeros, room.k_copies, keys);
-                find_rows(batch, pages, block, any, places, next, (const char*)((const T*)call.v + head * call.v_head),
+                find_rows(batch, pages, block, any, places, is_view ? none : next, (const char*)((const T*)call.v + head * call.v_head),
                           call.v_slot * sizeof(T), batch.value_size * sizeof(T), h, v_slabs, room.zeros, room.v_copies, values);
                 products.add_block(h * height, from * group, (to - from) * group, keys, values, scale, cap);
             }

@@ -76,6 +76,52 @@ void multiply(int64_t rows, const uint32_t* a, int64_t a_row, const uint32_t* b,
     }
 }
 
+// -- scores of a vector of rows, straight from K: the same sums in the same order ------------------------------------------
+
+// W query heads under one KV head, as latent layers may have them: their words lie side by side, [words, W], and meet each word of W keys
+// in turn. So K is not transposed, but the scores are, which are fewer. More rows are worth a transposition of K.
+template <typename T>
+constexpr bool meets_keys = AVX512 && PARTS<T> == 1;
+
+#if AVX512
+template <typename T>
+INLINE void score_vector(const uint32_t* queries, int64_t words, const Rows* groups, float* scores) {
+    static_assert(W == GROUP);
+    constexpr int64_t LINE = 64 / sizeof(uint32_t);
+    for (int64_t g = 0; g < BLOCK / GROUP; g++) {
+        const Rows keys = groups[g];
+        const bool is_dense = keys.next_stride == words * 4;  // one piece of memory, which is best fetched from first to last
+        Vector sums[W] = {};
+        for (int64_t first = 0; first < words; first += LINE) {
+            for (int64_t key = 0; key < W; key++)
+                __builtin_prefetch(keys.next + (is_dense ? first * W * 4 + key * 64 : key * keys.next_stride + first * 4), 0, 2);
+            const int64_t end = first + LINE < words ? first + LINE : words;
+            // Places of four keys each are within reach of one register.
+            const char* at[W / 4];
+            for (int four = 0; four < W / 4; four++) at[four] = keys.at + 4 * four * keys.stride + 4 * first;
+            for (int64_t w = first; w < end; w++) {
+                const Words query = loaded<Words>(queries + w * W);
+#pragma GCC unroll 4
+                for (int four = 0; four < W / 4; four++) {
+                    asm("" : "+r"(at[four]));
+#pragma GCC unroll 4
+                    for (int i = 0; i < 4; i++) add_product<packed<T> == 2>(sums[4 * four + i], loaded<uint32_t>(at[four] + i * keys.stride), query);
+                    at[four] += 4;
+                }
+            }
+        }
+        float found[W][W];
+#pragma GCC unroll 16
+        for (int key = 0; key < W; key++) store(found[key], sums[key]);
+        Words turned[8];
+        for (int half = 0; half < W; half += 8) {
+            transpose8((const char*)found + 4 * half, sizeof(found[0]), turned);
+            for (int i = 0; i < 8; i++) store(scores + (half + i) * BLOCK + g * GROUP, turned[i]);
+        }
+    }
+}
+#endif
+
 // -- products for few rows, straight from K and V: the same sums in the same order ---------------------------------------
 
 #if WIDTH == 16

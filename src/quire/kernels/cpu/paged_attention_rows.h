@@ -218,6 +218,7 @@ struct Rows {
 
 INLINE void prefetch(const Rows& rows, int64_t row, int64_t bytes) {
     const char* from = rows.next + row * rows.next_stride;
+    if (rows.next_stride == 0) return;
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, 0, 2);
 }
 

@@ -73,6 +73,14 @@ void place(void* out, const void* qkv, int64_t stride, int64_t count, int64_t he
     run(work, threads, parallel);
 }
 
+template <typename T>
+void turn_last(void* out, const void* x, int64_t stride, int64_t step, int64_t count, int64_t heads, int64_t width, const float* cos,
+               const float* sin, int64_t turn_stride, int64_t rotary, int64_t interleaved, int64_t threads, Parallel parallel) {
+    TurnLast<T> work = {{count, piece_of(heads * width)}, (T*)out, (const T*)x, stride, step, heads, width, cos, sin, turn_stride, rotary,
+                        interleaved};
+    run(work, threads, parallel);
+}
+
 }  // namespace
 
 // -- what Python calls -------------------------------------------------------------------------------------------------
@@ -142,6 +150,14 @@ void quire_place_qkv(int64_t types, void* out, const void* qkv, int64_t stride, 
                   : place<bfloat16, float>)(out, qkv, stride, count, heads, kv_heads, key_width, value_width, cos, sin,
                                             turn_stride, rotary, interleaved, q_weight, k_weight, eps, k, v, slots, threads,
                                             parallel);
+}
+
+// ``stride``, ``step``: elements from row to row of x, and from head to head.
+void quire_turn_last(int64_t types, void* out, const void* x, int64_t stride, int64_t step, int64_t count, int64_t heads, int64_t width,
+                     const float* cos, const float* sin, int64_t turn_stride, int64_t rotary, int64_t interleaved, int64_t threads,
+                     Parallel parallel) {
+    (types == 0 ? turn_last<float> : turn_last<bfloat16>)(out, x, stride, step, count, heads, width, cos, sin, turn_stride, rotary,
+                                                          interleaved, threads, parallel);
 }
 
 // Run at this level, or the processor's if that is lower, from now on; return the level that runs. For tests.

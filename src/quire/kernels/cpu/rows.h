@@ -489,6 +489,33 @@ INLINE void run_row(const Place<T, W>& work, int64_t row) {
     copy(work.v + slot * numbers, keys_from + keys, numbers);
 }
 
+// The last columns of each head turn, the others are copied.
+template <typename T>
+struct TurnLast {
+    Rows rows;
+    T* out;  // [T, heads, width]
+    const T* x;
+    int64_t stride, step, heads, width;  // step: columns from a head to the next
+    const float *cos, *sin;
+    int64_t turn_stride, rotary, interleaved;
+};
+
+template <typename T>
+INLINE void run_row(const TurnLast<T>& work, int64_t row) {
+    const float *cos = work.cos + row * work.turn_stride, *sin = work.sin + row * work.turn_stride;
+    const int64_t rest = work.width - work.rotary;
+    for (int64_t h = 0; h < work.heads; h++) {
+        const T* from = work.x + row * work.stride + h * work.step;
+        T* to = work.out + (row * work.heads + h) * work.width;
+        const Normed<T, T> last = {from + rest, nullptr, 1.f};
+        copy(to, from, rest);
+        if (work.interleaved)
+            turn_pairs(to + rest, last, cos, sin, work.rotary);
+        else
+            turn_halves(to + rest, last, cos, sin, work.rotary / 2);
+    }
+}
+
 // -- threads and generations of processors -----------------------------------------------------------------------------
 
 template <typename Work>

@@ -76,6 +76,9 @@ class NativeLinear:
         arguments = (pointer, pointer, pointer, number, number, number)
         self._run = library.function("quire_linear", *arguments, result=ctypes.c_int)
         self._fits = library.function("quire_fits_bfloat16", pointer, number, result=ctypes.c_int)
+        self._run_heads = library.function(
+            "quire_linear_heads", *(pointer, number, pointer, number, number, pointer, number, number, number, number), result=ctypes.c_int
+        )  # fmt: skip
         self.memory = PackedMemory()
         self._pack = library.function(
             "quire_pack_linear", pointer, *[number] * 6, pointer, pointer, number, pointer
@@ -122,6 +125,13 @@ class NativeLinear:
         if None in forms or any(len(part) % PANEL for part in parts[:-1]):
             return None
         return self._packed(parts, bias_O, "float32" if "float32" in forms else "bfloat16")
+
+    def pack_heads(self, weight_HOI: Tensor) -> NativeHeads | None:
+        """See ``contracts.linear.HeadKernel``."""
+        form = self.lossless(weight_HOI.flatten(0, 1))
+        if form is None:
+            return None
+        return NativeHeads(self._run_heads, [self._packed([weight_OI], None, form) for weight_OI in weight_HOI])
 
     def _packed(self, parts: Sequence[Tensor], bias_O: Tensor | None, form: WeightForm) -> NativeMap:
         """Pack rows that follow each other, whole panels of all but the last."""
@@ -233,6 +243,36 @@ class NativeMap:
     def rows(self, outputs_T: Tensor) -> Tensor:
         """See ``contracts.linear.TableMap``. The form is one of ``reference.EXACT_FORMS``."""
         return reference.rows_of(self.weights, outputs_T)
+
+
+class NativeHeads:
+    """``contracts.linear.HeadMap`` over maps of one shape and form."""
+
+    __slots__ = ("_maps", "_places", "_run", "nbytes")
+
+    def __init__(self, run: ctypes._NamedFuncPointer, maps: Sequence[NativeMap]) -> None:
+        self.nbytes = sum(one.weights.nbytes for one in maps)
+        self._run, self._maps = run, maps
+        self._places = np.array([one.place for one in maps], np.int64)
+
+    def __call__(self, x_THI: Tensor, y_THO: Tensor) -> None:
+        """See the contract. ``InvalidArgument``: tensors of other types or sizes. ``MemoryError``:
+        no memory for sums."""
+        first, heads, rows = self._maps[0], len(self._maps), x_THI.shape[0]
+        sizes = first.weights.inputs, first.weights.outputs
+        if (x_THI.shape, y_THO.shape) != ((rows, heads, sizes[0]), (rows, heads, sizes[1])) or y_THO.stride(2) != 1:
+            raise InvalidArgument(
+                f"{heads} heads map {sizes[0]} columns to {sizes[1]} adjacent ones; x is {tuple(x_THI.shape)}, y {tuple(y_THO.shape)}"
+            )
+        if {x_THI.dtype, y_THO.dtype} != {first.dtype}:
+            raise InvalidArgument(f"the maps are of {first.dtype} activations; x is {x_THI.dtype}, y {y_THO.dtype}")
+        if x_THI.stride(2) != 1:
+            x_THI = x_THI.contiguous()
+        if rows and self._run(
+            self._places.ctypes.data, heads, y_THO.data_ptr(), *y_THO.stride()[:2], x_THI.data_ptr(), *x_THI.stride()[:2],
+            rows, torch.get_num_threads(),
+        ):  # fmt: skip
+            raise MemoryError(f"products of {rows} rows with {heads} heads found no memory for their sums")
 
 
 def _block_parts(weights: PackedMatrix) -> NDArray[np.int64]:

@@ -58,6 +58,9 @@ class NativeRows(ReferenceRows):
             *(number, pointer, pointer, *[number] * 6, pointer, pointer, *[number] * 3),
             *(pointer, pointer, real, pointer, pointer, pointer, *end),
         )
+        self._turn_last = library.function(
+            "quire_turn_last", number, pointer, pointer, *[number] * 5, pointer, pointer, *[number] * 3, *end
+        )
         self._set_level = library.function("quire_rows_level", number, result=number)
         self._parallel = library.parallel
 
@@ -225,6 +228,20 @@ class NativeRows(ReferenceRows):
             *(types, out.data_ptr(), qkv_TC.data_ptr(), qkv_TC.stride(0), count, num_heads, kv_heads, key_width),
             *(value_width, cos, sin, stride, rotary, interleaved, q_weight, k_weight, eps),
             *(k_SHD.data_ptr(), v_SHD.data_ptr(), slots_T.data_ptr(), threads_for(count * columns), self._parallel),
+        )
+        return out
+
+    def turn_last(self, x_THD: Tensor, rotation: Rotation) -> Tensor:
+        """See ``RowKernels``."""
+        types = TYPES.get((x_THD.dtype, x_THD.dtype))
+        if types is None or not x_THD.is_cpu or x_THD.stride(2) != 1:
+            return super().turn_last(x_THD, rotation)
+        (count, heads, width), (cos_T1R, sin_T1R, interleaved) = x_THD.shape, rotation
+        out = x_THD.new_empty(count, heads, width)
+        self._turn_last(
+            *(types, out.data_ptr(), x_THD.data_ptr(), x_THD.stride(0), x_THD.stride(1), count, heads, width),
+            *(cos_T1R.data_ptr(), sin_T1R.data_ptr(), cos_T1R.stride(0), cos_T1R.shape[2], interleaved),
+            *(threads_for(out.numel()), self._parallel),
         )
         return out
 
