@@ -41,14 +41,15 @@ class Work:
 
 
 def work_of(form: str, geometry: Geometry, cell: Cell, itemsize: int) -> Work:
-    """Return the work of one layer of a form, *latent* excepted: see ``measure_cell``."""
+    """Return the work of one layer of a form."""
     new, expansion = cell.batch * cell.tokens, 2.0 * geometry.expansion_size
     by_rows = 2.0 * geometry.heads * (geometry.row + geometry.rank)
     by_heads = 2.0 * geometry.heads * (geometry.head + geometry.value)
     stored = cell.keys * geometry.row * itemsize
-    if form == "absorbed" or (form == "unpacked" and cell.tokens == 1):
+    both = form in ("latent", "unpacked")
+    if form == "absorbed" or (both and cell.tokens == 1):
         operations = cell.pairs * by_rows + new * expansion
-    elif form == "unpacked":
+    elif both:
         own = cell.batch * cell.tokens * (cell.tokens + 1) // 2
         # New rows are expanded; with a past, queries are absorbed as well.
         operations = own * by_heads + (cell.pairs - own) * by_rows + new * expansion * (2 if cell.history else 1)
@@ -147,8 +148,7 @@ def measure_cell(
     names = ["latent", "expanded", "anew"] if cell.tokens == 1 else ["latent", "absorbed", "expanded"]
     if has_library(device):
         names.insert(1, "unpacked")
-    alike = {"latent": "absorbed" if has_library(device) else "unpacked"}
-    works = {name: work_of(alike.get(name, name), geometry, cell, dtype.itemsize) for name in names}
+    works = {name: work_of(name, geometry, cell, dtype.itemsize) for name in names}
     fitting = most_bytes // works["expanded"].stored_bytes
     layers = 1 if cell.tokens > 1 else min(geometry.layers, fitting) or geometry.layers
     inputs = Inputs.draw(geometry, cell, layers, dtype, device)

@@ -1,9 +1,9 @@
 """Latent attention (MLA) in its forms: over latent rows, and over all heads' keys and values.
 
 * *latent*: the KV state's form, with the kernels that a model gets on the device. One row per token
-  is stored. On a CPU with the C++ library all tokens attend in absorbed form; elsewhere those of a
-  prompt attend to each other in expanded form, and to a past in absorbed form (``kv.latent``).
-* *unpacked*: the same with maps by PyTorch, so that a prompt takes both forms on a CPU, too.
+  is stored. Decodes attend in absorbed form. Tokens of a prompt attend to each other in expanded
+  form, and to a past in absorbed form (``kv.latent``).
+* *unpacked*: the same with maps by PyTorch, on a CPU with the C++ library.
 * *absorbed*: all tokens attend to the rows, with maps by PyTorch. A decode equals *unpacked* and is
   left out.
 * *expanded*: keys and values of all heads are stored, as in ``transformers``; new rows are

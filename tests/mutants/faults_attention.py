@@ -133,13 +133,6 @@ MUTANTS = (
         tests=("runner/test_recurrent_rows.py::test_gates_that_pytorch_computes_are_named",),
     ),
     Mutant(
-        name="two-forms-of-latent-attention-count-as-one",
-        file="runner/row_dependence.py",
-        old="return () if part.expansion.absorbing is None else (",
-        new="return (",
-        tests=("runner/test_latent_rows.py::test_packed_maps_replace_the_tensors",),
-    ),
-    Mutant(
         name="absorbed-queries-lose-their-positions",
         file="kv/latent.py",
         old="rows_THR[..., rank:] = q_THD[..., nope:]",

@@ -69,8 +69,8 @@ class Pass(Protocol):
 
         ``q [T, Hq, Dn + Dr]`` and ``rows [T, R + Dr]`` (``[c_kv | k_pe]``) are given *before* RoPE,
         which rotates their last Dr columns by the layer's spec. Returns ``[T, Hq, Dv]``,
-        contiguous, fresh. Tokens of one forward attend to each other in expanded form unless the
-        expansion absorbs, to stored rows and in decodes in absorbed form.
+        contiguous, fresh. Tokens of one forward attend to each other in expanded form, to stored
+        rows and in decodes in absorbed form.
         """
 
     def attend_cross(self, layer_id: int, q_THD: Tensor) -> Tensor:
@@ -209,12 +209,12 @@ class LatentExpansion:
     value_HRV: Tensor
     """``[Hq, R, Dv]``: ``v = c_kv value``."""
     absorbing: AbsorbingMaps | None = None
-    """With these the tensors have shapes only (``meta``), and all tokens attend in absorbed form,
-    so that no row's form depends on the rows beside it."""
+    """The maps of the absorbed form, packed. With these a decode is the same to the bit in any
+    batch. None: PyTorch multiplies."""
 
     @property
     def nbytes(self) -> int:
-        return sum(one.nbytes for one in self.absorbing or (self.key_HDR, self.value_HRV))
+        return sum(one.nbytes for one in (self.key_HDR, self.value_HRV, *(self.absorbing or ())))
 
 
 class Block(Protocol):

@@ -9,10 +9,7 @@ A latent layer keeps one row ``[c_kv | k_pe]`` per token. A query meets it in on
   one KV head whose value is the row's first columns; ``value`` is applied to the result. No stored
   row is expanded, so decodes and queries over the past take this form.
 
-Both are equal up to rounding. So a row's form must not depend on the rows beside it if its bits are
-not to: with packed maps (``LatentExpansion.absorbing``) all rows take the absorbed form.
-
-The last ``rope.rotary_dim`` columns of queries and rows turn.
+Both are equal up to rounding. The last ``rope.rotary_dim`` columns of queries and rows turn.
 
 Letters: T new tokens; S slots; Hq heads; R columns of ``c_kv``; Dn, Dr columns of a head without
 and with positions; Dv value size.

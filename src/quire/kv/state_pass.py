@@ -726,8 +726,7 @@ class StatePass:
             q, q_sink = absorbed(keys)
             self.weigh(layer_id, keys.plan, q, layer.view, layer.scoring, q_sink)
         narrowed = self.chosen.rows is not None
-        is_absorbed = expansion.absorbing is not None or (batch.counts == 1).all()
-        if is_absorbed or (narrowed and not latent.worth_expanding(batch, expansion)):
+        if (batch.counts == 1).all() or (narrowed and not latent.worth_expanding(batch, expansion)):
             everything = self.prepared("fused", layer.class_index)
             q, q_sink = absorbed(everything)
             out_THR = self._paged.backend.run(

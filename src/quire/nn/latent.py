@@ -96,5 +96,4 @@ def absorbing(expansion: LatentExpansion, kernel: HeadKernel) -> LatentExpansion
     queries, values = (kernel.pack_heads(one.transpose(1, 2)) for one in (key_HDR, value_HRV))
     if queries is None or values is None:
         return expansion
-    key_HDR, value_HRV = (torch.empty_like(one, device="meta") for one in (key_HDR, value_HRV))
     return LatentExpansion(key_HDR, value_HRV, AbsorbingMaps(queries, values))

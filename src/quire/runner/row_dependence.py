@@ -96,8 +96,7 @@ def _maps_of(part: object) -> tuple[object, ...]:
     if isinstance(part, GatedAttention | HeadGatedAttention) and not isinstance(part.row_kernels, NativeRows):
         return ()
     if isinstance(part, MultiHeadLatentAttention):
-        queries = () if part.query_up is None else (part.query_up.up,)
-        return () if part.expansion.absorbing is None else (part.qkv, *queries, part.out)
+        return ()  # The form of its attention depends on the rows beside it.
     if isinstance(part, HeadGatedAttention):
         return part.qkv, part.gate, part.out
     if isinstance(part, Attention):
