@@ -326,6 +326,46 @@ MOE: dict[str, Any] = {
     "head_dim": 64,
     "max_position_embeddings": 8192,
 }
+BESIDE: dict[str, Any] = {
+    "vocab_size": 16384,
+    "hidden_size": 1024,
+    "num_hidden_layers": 12,
+    "intermediate_size": 2048,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "mamba_d_ssm": 1536,
+    "mamba_n_heads": 24,
+    "mamba_d_head": 64,
+    "mamba_d_state": 128,
+    "mamba_n_groups": 1,
+    "key_multiplier": 0.4,
+    "attention_out_multiplier": 0.9,
+    "ssm_in_multiplier": 1.25,
+    "ssm_out_multiplier": 0.25,
+    "ssm_multipliers": [0.35, 0.25, 0.18, 0.5, 0.3],
+    "mlp_multipliers": [0.9, 0.3],
+    "max_position_embeddings": 8192,
+}
+SINGLE: dict[str, Any] = {
+    "vocab_size": 16384,
+    "hidden_size": 1024,
+    "layers_block_type": [*(["linear_attention", "moe"] * 3), "full_attention", "mlp"] * 3,
+    "intermediate_size": 3072,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "mamba_num_heads": 32,
+    "mamba_head_dim": 64,
+    "ssm_state_size": 128,
+    "n_groups": 4,
+    "n_routed_experts": 32,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 512,
+    "moe_shared_expert_intermediate_size": 1024,
+    "max_position_embeddings": 8192,
+}
 DRAWN: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe-669m": ("qwen3_moe", MOE),
     "qwen3-moe-small": (
@@ -363,6 +403,8 @@ DRAWN: dict[str, tuple[str, dict[str, Any]]] = {
     "bamba-150m": ("bamba", MIXED),
     "bamba-150m-32k": ("bamba", MIXED | {"max_position_embeddings": 40_960}),
     "mamba2-120m": ("mamba2", PURE),
+    "falcon-h1-185m": ("falcon_h1", BESIDE),
+    "nemotron-h-450m": ("nemotron_h", SINGLE),
     "bamba-20m": (
         "bamba",
         MIXED

@@ -23,6 +23,7 @@ SUITES = {
     "linear maps": ["tests/kernels/test_native_linear.py"],
     "blocks": ["tests/kernels/test_block.py", "-k", "not model and not library and not sink"],
     "blocks with recurrent layers": ["tests/kernels/test_mixed_blocks.py"],
+    "blocks of one thing": ["tests/kernels/test_bare_blocks.py"],
     "models": ["tests/kernels/test_model_call.py", "-k", "not maxima"],
     # PyTorch's exceptions cannot pass a preloaded sanitizer.
     "rows": ["tests/kernels/test_row_kernels.py", "-k", "not other_shapes"],
