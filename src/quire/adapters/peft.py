@@ -29,6 +29,7 @@ from quire.adapters.targets import (
     AdapterTarget,
     AdapterTargets,
     encoder_in,
+    linears_of,
     low_rank_refusal,
     spelled,
     table_of,
@@ -47,10 +48,12 @@ KINDS: Mapping[str, str] = {
     ".lora_embedding_A": "lora_embedding_A",
     ".lora_embedding_B": "lora_embedding_B",
     ".base_layer.weight": "copy",
+    ".base_layer.bias": "bias",
     ".weight": "whole",
 }
 """Kinds of tensors by the suffixes of their names after the module; the first match counts. A
-"copy" is a base model's table, which PEFT saves beside its update; "whole" may be one too."""
+"copy" is a base model's table, which PEFT saves beside its update, with the "bias" of a head that
+has one; "whole" may be a copy, too."""
 OTHERS: Mapping[str, str] = {
     ".lora_magnitude_vector": "DoRA",
     ".lora_diag": "KaSA",
@@ -157,7 +160,11 @@ def _adapter(
     if admit is not None:
         admit(plan.rank, plan.numel(file) * model.dtype.itemsize)
     for key, linear in plan.copies.items():
-        if not (table := table_of(model, linear)).is_meta:  # Another stage has it.
+        is_bias = key.endswith(".base_layer.bias")
+        table = linears_of(model)[linear].bias if is_bias and linear == HEAD else table_of(model, linear)
+        if table is None or (is_bias and table.ndim > 1):
+            raise CheckpointError(f"{file.name}: {shown(key)} is a bias that this model does not have")
+        if not table.is_meta:  # Another stage has it.
             _check_copy(file, key, table)
     return _read(file, plan, model.dtype, source)
 
@@ -179,13 +186,13 @@ def _plan(file: Weights, config: LoraConfig, targets: AdapterTargets) -> _Plan:
         a, b = ("lora_embedding_A", "lora_embedding_B") if target.linear == EMBED else ("lora_A", "lora_B")
         if a in keys or b in keys:
             updates.append(_update(file, module, names[target], target, keys, config))
-        elif extra := sorted(keys.keys() - {"copy", "whole"}):
+        elif extra := sorted(keys.keys() - {"copy", "bias", "whole"}):
             raise CheckpointError(f"{file.name}: {shown(module)} has {extra[0]}; expected {a} and {b} of this module")
         for kind in keys.keys() - {a, b}:
-            if target.linear not in (EMBED, HEAD) or kind not in ("copy", "whole"):
+            if target.linear not in (EMBED, HEAD) or kind not in ("copy", "bias", "whole"):
                 raise CheckpointError(f"{file.name}: {shown(keys[kind])} is nothing that PEFT saves for LoRA")
             shape = (target.ins, target.outs) if target.linear == EMBED else (target.outs, target.ins)
-            _check_header(file, keys[kind], shape)
+            _check_header(file, keys[kind], shape[:1] if kind == "bias" else shape)
             if kind == "whole" and config.saves(module):
                 tables[target.linear] = (names[target], keys[kind])
             else:
