@@ -99,8 +99,8 @@ EMULATED = {
 }
 """Kinds that a process can be made to be, if its CPU is one of them or more."""
 SENSITIVE = (
-    "test_bench_commands.py",
-    "test_cli.py",
+    "benchmarks/test_bench_commands.py",
+    "cli/test_cli.py",
     "test_docs.py",
     "models/test_checkpoint.py",
     "models/test_packed.py",
