@@ -18,10 +18,12 @@ from tests.small_llms import Checkpoint, MakeLLM, greedy, make_family, random_to
 from tests.test_parity import FAMILIES, GEMMA3N, LONGROPE, SIZES
 
 from quire import LLM
-from quire.base.errors import Unsupported
+from quire.base.errors import RanksBroken, Unsupported
+from quire.contracts.ranks import Grid
 from quire.models.families import family_of
 from quire.models.stages import check_stages, owners_of, ranges_of
-from quire.runner import micro_batches
+from quire.runner import micro_batches, torch_group
+from quire.runner.torch_group import TorchLine
 from quire.weights.places import Place
 
 pytestmark = pytest.mark.usefixtures("thread_ranks")
@@ -181,3 +183,19 @@ def test_the_largest_stage_is_as_small_as_possible() -> None:
     assert ranges_of(config, 3, places) == [range(2), range(2, 5), range(5, 7)]
     assert ranges_of(config, 1, places) == [range(7)]
     assert [len(one) for one in ranges_of(config, 7, places)] == [1] * 7
+
+
+def test_a_peer_that_is_known_to_be_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gloo raises when a receive begins, not when it is waited for."""
+
+    class Gone:
+        def recv(self, *_: object) -> None:
+            raise RuntimeError("Connection closed by peer")
+
+        send = recv
+
+    monkeypatch.setattr(torch_group, "_group_of", lambda *_: Gone())
+    line = TorchLine(1, Grid(stages=3), torch.device("cpu"), tmp_path)
+    for call in (lambda: line.receive(1), lambda: line.fetch(1), lambda: line.send(torch.zeros(1, 2))):
+        with pytest.raises(RanksBroken, match="load the model again"):
+            call()

@@ -189,6 +189,10 @@ def _plan(file: Weights, config: LoraConfig, targets: AdapterTargets) -> _Plan:
         elif extra := sorted(keys.keys() - {"copy", "bias", "whole"}):
             raise CheckpointError(f"{file.name}: {shown(module)} has {extra[0]}; expected {a} and {b} of this module")
         for kind in keys.keys() - {a, b}:
+            if kind == "bias" and target.linear != HEAD:
+                raise Unsupported(
+                    f"{file.name}: {shown(keys[kind])} belongs to trained biases, which adapters here cannot have"
+                )
             if target.linear not in (EMBED, HEAD) or kind not in ("copy", "bias", "whole"):
                 raise CheckpointError(f"{file.name}: {shown(keys[kind])} is nothing that PEFT saves for LoRA")
             shape = (target.ins, target.outs) if target.linear == EMBED else (target.outs, target.ins)

@@ -85,7 +85,7 @@ class TorchLine:
         """See ``Line``."""
         width, dtype, _ = self._row
         x_TW = torch.empty(count, width, dtype=dtype, device=self._device)
-        self._wait(self._group.recv([x_TW], self._rank - self._grid.slices, 0))
+        self._wait(self._begin_receiving(x_TW, self._rank - self._grid.slices, 0))
         return x_TW
 
     def send(self, x_TW: Tensor) -> None:
@@ -96,7 +96,7 @@ class TorchLine:
         """See ``Line``."""
         logits_RV = torch.empty(count, self._row[2], device=self._device)
         last = (self._grid.stages - 1) * self._grid.slices
-        self._moving.append((self._group.recv([logits_RV], last, 1), logits_RV))
+        self._moving.append((self._begin_receiving(logits_RV, last, 1), logits_RV))
         return logits_RV
 
     def give(self, logits_RV: Tensor) -> None:
@@ -107,6 +107,13 @@ class TorchLine:
         x = x.contiguous()
         try:
             self._moving.append((self._group.send([x], rank, tag), x))
+        except RuntimeError as error:
+            raise RanksBroken(ENDED) from error
+
+    def _begin_receiving(self, x: Tensor, rank: int, tag: int) -> Any:
+        # Gloo may know already that the peer is gone.
+        try:
+            return self._group.recv([x], rank, tag)
         except RuntimeError as error:
             raise RanksBroken(ENDED) from error
 
