@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from tests.examples import examples
 from tests.server.conftest import OPTIONS, serving
@@ -21,10 +22,12 @@ from tests.server.killable import killable
 from quire import AsyncLLM, SamplingParams
 from quire.base.errors import InvalidArgument
 from quire.channels.greeting import Trust
+from quire.channels.pair import channel_pair
 from quire.kv.exchange import get_layout
 from quire.server.handover import decode, prefill
 from quire.server.handover.decode import DecodeSide
 from quire.server.handover.prefill import PrefillSide
+from quire.server.handover.prompts import AskedPrompt
 from quire.server.handover.sides import side_of
 from quire.server.http.settings import ServerSettings
 
@@ -301,6 +304,25 @@ def test_a_prefill_server_that_is_killed(
             side.close()
         asyncio.run(decoder.reset_prefix_cache())
         assert decoder.engine.runner.state.empty()
+
+
+def test_a_prompt_that_starts_after_its_receiver_is_gone(prefiller: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither of its two jobs runs anything: nobody would end the hand-over."""
+
+    def sent(*_: Any, **__: Any) -> None:
+        raise AssertionError("its prompt was sent")
+
+    monkeypatch.setattr(prefill, "send_prompt", sent)
+    side = PrefillSide(prefiller, "tcp://127.0.0.1:0", SECRET, prefiller.identity.fields())
+    asked = AskedPrompt(tokens=np.arange(9), key=("", None), adapter=None, begin=4, map=(), model=side.model)
+    prompt = prefill._Prompt(side, asked, prefill.Inbox(channel_pair()[0]), "of a test")
+    prompt.end()
+    prompt.begin()
+    until(lambda: prompt.job.over)
+    assert prompt.job.requests == []
+    assert prompt.job.error is None
+    assert prompt._send() == []
+    side.close()
 
 
 def test_a_decode_server_that_is_killed(plain_folder: Path, prefiller: AsyncLLM, tmp_path: Path) -> None:

@@ -120,6 +120,8 @@ class _Prompt:
     def __init__(self, side: PrefillSide, asked: AskedPrompt, inbox: Inbox, transfer: str) -> None:
         self._side, self._asked, self._inbox, self.transfer = side, asked, inbox, transfer
         self._seq: SeqId | None = None
+        self._is_ended = False
+        """Whether the receiver is gone: a job that has not started by then runs nothing."""
         self.job = Job(side.engine, self._begin_prefix)
 
     def begin(self) -> None:
@@ -129,6 +131,8 @@ class _Prompt:
 
     def _begin_prefix(self) -> list[Request]:
         """Compute the tokens that the receiver has and this server has not."""
+        if self._is_ended:
+            return []
         engine, asked = self._side.engine, self._asked
         if asked.model != self._side.model:
             raise InvalidArgument(
@@ -147,12 +151,14 @@ class _Prompt:
     def _prefix_is_here(self) -> None:
         if self.job.over and self.job.error is not None:
             self._refuse(self.job.error)
-        elif self.job.over:
+        elif self.job.over and not self._is_ended:
             self.job = Job(self._side.engine, self._send)
             self.job.listeners.append(self._ended)
             self._side.stepper.submit(self.job)
 
     def _send(self) -> list[Request]:
+        if self._is_ended:
+            return []
         asked = self._asked
         with self._side.engine.lock:
             request = send_prompt(
@@ -199,6 +205,7 @@ class _Prompt:
         engine = self._side.engine
 
         def stop() -> None:
+            self._is_ended = True
             engine.end(self.job.requests)
             if (seq := self._seq) is not None and engine.runner.state.has_sequence(seq):
                 with contextlib.suppress(QuireError):  # It has ended meanwhile.
