@@ -116,7 +116,7 @@ class JoinedBlock:
         return self.tail(self.layers[0].heads(n_TE, pass_), x_TE)
 
     def _parts(self, x_TE: Tensor, pass_: Pass) -> list[AttentionParts | RecurrentParts] | None:
-        """Return what the layers need of the KV state; None if one of them must run by itself."""
+        """Return the parts of the KV state of all layers; None if one of them must run alone."""
         found: list[AttentionParts | RecurrentParts] = []
         for layer in self.layers:
             one = (

@@ -389,7 +389,7 @@ class _TokenizerFiles:
 
 
 def _way(path: Path) -> str:
-    """Return what gives a checkpoint a tokenizer.json, in words."""
+    """Return the advice of an error: how to make a ``tokenizer.json`` for a checkpoint."""
     own = _as_mapping(_read_json(path / "tokenizer_config.json").get("auto_map")).get("AutoTokenizer")
     if own is None:
         return (
