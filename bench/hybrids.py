@@ -8,9 +8,10 @@ first token of a prompt, or of steps after contexts that were placed before.
 
 *of possible* is the least time by the limits of the hardware over the measured one: computing at
 the peak of matrix products, or reading all weights once, K and V, and reading and writing the
-recurrent states, whichever takes longer. Of experts those are read that a batch of as many random
-choices is expected to have. With ``--quantization`` the bytes of plain weights still count, so the
-share says how much faster than these it is.
+recurrent states, whichever takes longer. The rate of reading is the median of those before each of
+Quire's turns, since it varies with a machine's neighbours. Of experts those are read that a batch
+of as many random choices is expected to have. With ``--quantization`` the bytes of plain weights
+still count, so the share says how much faster than these it is.
 
 ``python bench/hybrids.py [--shapes qwen3.5-325m,bamba-250m,lfm2-245m,qwen3-moe-669m]
 [--dtype bfloat16] [--quantization int4] [--no-peer] [--rounds 3] [--quick] [--small] [--dir DIR]``
@@ -28,13 +29,14 @@ import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
 
 from quire_bench.checkpoints import DEFAULT_DIRECTORY, DRAWN, drawn
-from quire_bench.hardware import Hardware, measure
+from quire_bench.hardware import Hardware, Reads, measure
 from quire_bench.peer_process import PeerFailed, PeerProcess
 from quire_bench.peer_table import Cell, parse_cells, started
 from quire_bench.reports import interleave, print_json, print_table, random_prompts
@@ -63,7 +65,7 @@ class Costs:
     scores: int
     """Elements of the query heads of all layers."""
 
-    def possible_seconds(self, dtype: str, cell: Cell, hardware: Hardware, rounds: int) -> float:
+    def possible_seconds(self, dtype: str, cell: Cell, hardware: Hardware, read_gbps: float, rounds: int) -> float:
         """Return the least seconds for a cell by the hardware's limits."""
         size, peak = BYTES[dtype], hardware["peak_tflops"][dtype]
         length = cell.tokens + cell.room(rounds) // 2 if cell.steps else cell.tokens
@@ -76,7 +78,7 @@ class Costs:
         moved = (self.matrices + self.experts * read + self.head) * size
         if cell.steps:
             moved += cell.batch * (length * self.kv * size + 2 * (self.kept * size + 4 * self.wide))
-        return float(max(flops / peak / 1e12, moved / hardware["read_gbps"] / 1e9))
+        return float(max(flops / peak / 1e12, moved / read_gbps / 1e9))
 
 
 def costs_of(path: Path) -> Costs:
@@ -128,8 +130,8 @@ def costs_of(path: Path) -> Costs:
 class Bench:
     """The runtimes that have loaded one checkpoint."""
 
-    def __init__(self, name: str, path: Path, options: argparse.Namespace, hardware: Hardware) -> None:
-        self.name, self.options, self.hardware = name, options, hardware
+    def __init__(self, name: str, path: Path, options: argparse.Namespace, hardware: Hardware, reads: Reads) -> None:
+        self.name, self.options, self.hardware, self.reads = name, options, hardware, reads
         self.costs = costs_of(path)
         self.vocabulary: int = DRAWN[name][1]["vocab_size"]
         self.peers: dict[str, PeerProcess] = {}
@@ -138,6 +140,7 @@ class Bench:
         """Return the figures of a cell. ``PeerFailed``."""
         prompts = random_prompts(cell.batch, cell.tokens, self.vocabulary, seed=cell.tokens).tolist()
         rounds, texts = self.options.rounds, dict[str, list[list[int]]]()
+        rates = list[float]()
 
         def prefill(peer: PeerProcess) -> float:
             done = peer.ask("prefill", prompt=prompts[0])
@@ -148,20 +151,24 @@ class Bench:
             done = peer.ask("decode", steps=cell.steps)
             for text, tokens in zip(texts[peer.name], done["tokens"], strict=True):
                 text.extend(tokens)
-            return statistics.median(done["seconds"])
+            return float(statistics.median(done["seconds"]))
 
         if cell.steps:
             for peer in self.peers.values():
                 texts[peer.name] = peer.ask("place", prompts=prompts, room=cell.room(rounds))
-        function = decode if cell.steps else prefill
-        calls: dict[str, Callable[[], float]] = {
-            peer.name: (lambda peer=peer: function(peer)) for peer in self.peers.values()
-        }
+
+        def turn(peer: PeerProcess) -> float:
+            if peer.name == "quire":
+                rates.append(self.reads.gbps())
+            return (decode if cell.steps else prefill)(peer)
+
+        calls: dict[str, Callable[[], float]] = {peer.name: partial(turn, peer) for peer in self.peers.values()}
         result = interleave(calls, rounds)
         for peer in self.peers.values():
             peer.ask("release")
-        possible = self.costs.possible_seconds(self.options.dtype, cell, self.hardware, rounds)
-        found: dict[str, Any] = {"cell": str(cell), "possible_seconds": possible}
+        rate = statistics.median(rates)
+        possible = self.costs.possible_seconds(self.options.dtype, cell, self.hardware, rate, rounds)
+        found: dict[str, Any] = {"cell": str(cell), "read_gbps": rate, "possible_seconds": possible}
         for name in calls:
             seconds = result.spread(name).median
             found[name] = {
@@ -188,6 +195,7 @@ def rows_of(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [
         {
             "cell": cell["cell"],
+            "reads GB/s": cell["read_gbps"],
             "runtime": name,
             "ms": 1e3 * statistics.median(found["seconds"]),
             "tok/s": found["tokens_per_second"],
@@ -207,11 +215,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     hardware = measure(threads=options.threads, seconds=options.hardware_seconds)
     peaks = ", ".join(f"{name} {rate:.2f}" for name, rate in hardware["peak_tflops"].items())
     print(f"{hardware['device']}, {options.threads} threads: reads {hardware['read_gbps']:.1f} GB/s; TFLOP/s: {peaks}")
-    models = []
+    reads, models = Reads(hardware["buffer_bytes"]), []
     with tempfile.TemporaryDirectory(prefix="quire-hybrids-") as logs:
         for name in options.shapes:
             path = drawn(name, directory=options.dir)
-            bench = Bench(name, path, options, hardware)
+            bench = Bench(name, path, options, hardware, reads)
             length = max(cell.tokens + cell.room(options.rounds) for cell in options.cells)
             batch = max(cell.batch for cell in options.cells)
             states = 4 * (bench.costs.wide + bench.costs.kept)

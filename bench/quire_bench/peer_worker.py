@@ -14,6 +14,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -84,6 +85,7 @@ class QuirePeer:
         import torch
 
         from quire import LLM, SamplingParams, __version__
+        from quire.kernels.linear.packed_memory import COLLAPSING
 
         torch.set_num_threads(threads)
         self.array = numpy.array
@@ -97,6 +99,9 @@ class QuirePeer:
             kv_cache_memory=kv_bytes,
             **settings,
         )
+        for thread in threading.enumerate():
+            if thread.name == COLLAPSING:  # weights move into huge pages in the first seconds
+                thread.join()
         self.params = SamplingParams
         self.placed: list[Any] = []
         return {"version": __version__, **settings}

@@ -63,7 +63,7 @@ HARDWARE: Hardware = {
     "device": "none",
     "threads": 1,
     "torch": "",
-    "buffer_bytes": 1,
+    "buffer_bytes": 1 << 24,
     "cache_bytes": 1,
     "exceeds_cache": False,
     "copy_gbps": 1.0,

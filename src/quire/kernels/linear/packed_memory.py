@@ -36,6 +36,9 @@ MADV_POPULATE_WRITE, MADV_COLLAPSE = 23, 25
 SHARE = 0.25
 """Part of one processor's time for collapsing."""
 
+COLLAPSING = "quire-huge-pages"
+"""Name of the thread."""
+
 Slab = np.ndarray[Any, Any]
 
 
@@ -73,7 +76,7 @@ class PackedMemory:
         waiting, self._waiting = self._waiting, []
         if not collapses() or not any(used >= HUGE for _, used in waiting):
             return None
-        thread = threading.Thread(target=_collapse, args=(waiting,), name="quire-huge-pages", daemon=True)
+        thread = threading.Thread(target=_collapse, args=(waiting,), name=COLLAPSING, daemon=True)
         thread.start()
         return thread
 
