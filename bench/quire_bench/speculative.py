@@ -4,7 +4,9 @@ Edits of functions of the standard library (a docstring, types, another name), a
 copy a tool's result, and free questions. Every group of requests runs with and without speculation
 in one engine, one after the other and in turning order. Times are those between the first token of
 a group and its end, so that the prompts count on neither side. The CPU time is all of the process;
-that of a token behind the first one is what can be compared on a busy machine.
+that of a token behind the first one is what can be compared on a busy machine. A group waits for
+its last request. From a queue a request takes the place of one that ended, as on a server; prompts
+are in the prefix cache then.
 """
 
 from __future__ import annotations
@@ -19,10 +21,14 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from quire.base.config import check_int
 from quire.base.errors import InvalidArgument
 from quire.base.outputs import RequestOutput
 from quire.base.sampling_params import SamplingParams
+from quire.engine.request import Request
 from quire.llm import LLM
 from quire.models.catalogue import resolve_model
 from quire_bench.peers import TransformersPeer
@@ -150,6 +156,52 @@ def measured(
     }
 
 
+def measured_queue(llm: LLM, kind: str, *, tasks: int, tokens: int, batch: int) -> dict[str, Any]:
+    """Run conversations of one kind from a queue, ``batch`` at a time: without speculation, with
+    it, and without; return a row of the table."""
+    salt = f"{kind} {batch}"
+    warm = _ask(llm, conversations(kind, tasks), tokens, speculative=False, salt=salt)
+    prompts = [np.array(one.prompt_token_ids) for one in warm]
+    seconds: list[float] = []
+    texts: list[list[list[int]]] = []
+    for speculative in (False, True, False):
+        params = SamplingParams(temperature=0, max_tokens=tokens, speculative=speculative)
+        began = time.perf_counter()
+        texts.append(_from_queue(llm, prompts, params, batch, salt))
+        seconds.append(time.perf_counter() - began)
+    first, drafting, last = seconds
+    number = sum(map(len, texts[1]))
+    return {
+        "kind": kind,
+        "batch": batch,
+        "requests": len(prompts),
+        "tokens": number,
+        "equal texts": sum(one == other == third for one, other, third in zip(*texts, strict=True)),
+        "times as fast": (first + last) / 2 / drafting,
+        "least": min(first, last) / drafting,
+        "plain tok/s": 2 * number / (first + last),
+        "tok/s": number / drafting,
+    }
+
+
+def _from_queue(
+    llm: LLM, prompts: Sequence[NDArray[np.int64]], params: SamplingParams, batch: int, salt: str
+) -> list[list[int]]:
+    """Return the tokens of each prompt's answer."""
+    requests: list[Request] = []
+    active: list[Request] = []
+    while len(requests) < len(prompts) or active:
+        while len(requests) < len(prompts) and len(active) < batch:
+            active += (new := llm.engine.submit(prompts[len(requests)], params, key=salt))
+            requests += new
+        llm.engine.step()
+        active = [one for one in active if not one.finished]
+    for one in requests:
+        if one.output.error is not None:
+            raise one.output.error
+    return [list(one.output.token_ids) for one in requests]
+
+
 @dataclass
 class LookedUp:
     """The same answers by transformers, with its prompt lookup and without, one after the other."""
@@ -213,15 +265,19 @@ def run_speculative(
     batches: Sequence[int] = (1, 4, 16),
     kinds: Sequence[str] = KINDS,
     peer: bool = False,
+    queue: bool = False,
 ) -> dict[str, Any]:
     """Measure, print a table and one JSON line, and return the line's content. ``peer``: beside the
-    prompt lookup of transformers. ``InvalidArgument`` for numbers and kinds out of range."""
+    prompt lookup of transformers. ``queue``: requests come from a queue. ``InvalidArgument`` for
+    numbers and kinds out of range, and for a peer beside a queue."""
     for name, values in (("tasks", [tasks]), ("tokens", [tokens]), ("batches", batches)):
         for value in values:
             check_int(name, value, low=1)
     if not batches or not kinds or (unknown := [kind for kind in kinds if kind not in KINDS]):
         given = unknown[0] if batches and kinds else ""
         raise InvalidArgument(field="kinds", given=given, allowed=f"some of {', '.join(KINDS)}, and a batch size")
+    if peer and queue:
+        raise InvalidArgument("transformers answers groups of requests, no queue; give peer or queue", field="queue")
     options = dict(engine_options)
     if options.get("speculative") in (None, "off"):
         options["speculative"] = "auto"
@@ -232,10 +288,14 @@ def run_speculative(
         other = TransformersPeer(resolve_model(model), llm.model.dtype) if peer else None
         for kind in kinds:
             for batch in batches:
-                rows.append(measured(llm, kind, tasks=tasks, tokens=tokens, batch=batch, peer=other))
+                numbers = {"tasks": tasks, "tokens": tokens, "batch": batch}
+                rows.append(
+                    measured_queue(llm, kind, **numbers) if queue else measured(llm, kind, **numbers, peer=other)
+                )
                 print_table(rows[-1:])
         dtype = str(llm.model.dtype).removeprefix("torch.")
         result = {"bench": "speculative", "model": str(model), "dtype": dtype, "weights": llm.model.quantization}
     print_table(rows)
-    print_json({**result, "rows": rows})
-    return {**result, "rows": rows}
+    document = {**result, "queue": queue, "rows": rows}
+    print_json(document)
+    return document

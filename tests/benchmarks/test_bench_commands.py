@@ -667,6 +667,15 @@ class TestSpeculation:
             assert row["tokens"] <= 24
             assert row["accepted"] <= row["drafted"]
 
+    def test_requests_come_from_a_queue(self) -> None:
+        options = {"device": "cpu", "dtype": "float32", "kv_cache_memory": "16MiB", "max_model_len": 1024}
+        result = run_speculative(
+            "tiny-python", engine_options=options, tasks=3, tokens=12, batches=(2,), kinds=["free"], queue=True
+        )
+        (row,) = result["rows"]
+        assert row["equal texts"] == row["requests"] == 3
+        assert 0 < row["least"] <= row["times as fast"]
+
     def test_beside_transformers(self) -> None:
         options = {"device": "cpu", "dtype": "float32", "kv_cache_memory": "16MiB", "max_model_len": 1024}
         result = run_speculative(
@@ -677,7 +686,15 @@ class TestSpeculation:
         assert row["its CPU ms a token"] > 0
 
     @pytest.mark.parametrize(
-        "changes", [{"kinds": ["prose"]}, {"kinds": []}, {"batches": []}, {"batches": [0]}, {"tasks": 0}]
+        "changes",
+        [
+            {"kinds": ["prose"]},
+            {"kinds": []},
+            {"batches": []},
+            {"batches": [0]},
+            {"tasks": 0},
+            {"peer": True, "queue": True},
+        ],
     )
     def test_refusals_come_before_the_model(self, changes: dict[str, Any]) -> None:
         with pytest.raises(InvalidArgument):

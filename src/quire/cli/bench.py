@@ -111,6 +111,7 @@ def bench_speculative(
         "edit,agent,free"
     ),
     peer: Annotated[bool, typer.Option(help="Compare with the prompt lookup of transformers.")] = False,
+    queue: Annotated[bool, typer.Option(help="Let a request begin as soon as another one ended.")] = False,
     **options: Any,
 ) -> None:
     """Measure decoding with speculation against decoding without, by turns, with equal texts."""
@@ -126,6 +127,7 @@ def bench_speculative(
         batches=_integers("batches", batches),
         kinds=kinds.split(","),
         peer=peer,
+        queue=queue,
     )
 
 
