@@ -50,7 +50,6 @@ FIXED_NAMES = {
     "copy_on_write_splits_total": "counter",
     "reruns_total": "counter",
     "rerun_tokens_total": "counter",
-    "rerun_tokens_found_total": "counter",
     "checkpoints_kept": "gauge",
     "checkpoints_used_total": "counter",
     "pages_shared": "gauge",

@@ -356,9 +356,6 @@ class EngineMetrics(MetricGroup):
         "Turns run again in idle time, as the chat template writes them into later prompts.",
     )
     rerun_tokens: Counter = _declared(Counter, "quire:rerun_tokens_total", "Tokens computed for these.")
-    rerun_tokens_found: Counter = _declared(
-        Counter, "quire:rerun_tokens_found_total", "Prompt tokens found in the prefix cache thanks to these."
-    )
     copy_on_write_splits: Counter = _declared(
         Counter, "quire:copy_on_write_splits_total", "Shared pages copied because one of their owners wrote."
     )

@@ -37,7 +37,7 @@ from quire.server.openai.hint_fields import HintFields, for_prefetch, read_hints
 from quire.server.openai.logprobs import chat_logprobs, prompt_logprobs
 from quire.server.openai.protocol import ChatRequest, refuse_unsupported
 from quire.server.openai.replies import Reply, answer, answer_in_session, head_of, prefetch
-from quire.server.openai.reruns import EndedTurn, Run
+from quire.server.openai.reruns import Run
 from quire.server.sessions.streams import ClientSessionStream
 from quire.server.tools.choice import ToolChoice, calls_or_answer_form, forced_form
 from quire.server.tools.harmony import MARKERS, STOPS, in_reasoning, is_harmony
@@ -444,22 +444,17 @@ class ChatReply(Reply):
         self._readers: dict[int, MessageReader] = {}
         self._said: list[dict[str, Any]] = []
         """The deltas of the message, if there is one only."""
-        self._owner = (request.state.owner, context.adapter_of(body.model))
         self._reruns = context.reruns
         self.rerun: Callable[[Mapping[str, Any], RequestOutput], Run] | None = None
         """What runs the conversation with this answer as later prompts begin."""
         self.ids: dict[int, str] | None = None
         """The ids of the only answer's calls, which the session's turn has too."""
 
-    def begin(self, number: int, output: RequestOutput) -> None:
-        super().begin(number, output)
-        self._reruns.used(self._owner, output)
-
     def ended(self, outputs: Sequence[RequestOutput]) -> None:
         samples = [sample for output in outputs for sample in output.outputs]
         message = message_of(self._said) if len(samples) == 1 and samples[0].finish_reason == "stop" else {}
         if self.rerun is not None and ("reasoning_content" in message or "tool_calls" in message):
-            self._reruns.add(EndedTurn(self._owner, self.rerun(message, outputs[0])))
+            self._reruns.add(self.rerun(message, outputs[0]))
 
     def choice(self, number: int, delta: SampleDelta) -> dict[str, Any]:
         reader = MessageReader(self._format, self.ids)
