@@ -27,7 +27,6 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -128,7 +127,6 @@ class Grammars:
         forgotten."""
         self._refused: OrderedDict[StructuredOutputs, tuple[str, float]] = OrderedDict()
         """Why large grammars were refused, and until when that holds."""
-        self._compiling: dict[StructuredOutputs, _Compiling] = {}
         self._seats = Seats()
         self._turn = threading.Lock()
         self._trial: GrammarTrial | None = None
@@ -141,7 +139,6 @@ class Grammars:
         here."""
         self._lock, self._setting_up, self._turn = threading.Lock(), threading.Lock(), threading.Lock()
         self._seats = Seats()
-        self._compiling = {}
         self._executor = None
 
     def check(self, wanted: StructuredOutputs) -> None:
@@ -174,28 +171,12 @@ class Grammars:
         found = self._known(wanted)
         if found is not None:
             return found
-        large = must_be_tried(wanted)
-        with self._seats.one() if large else nullcontext():
-            while found is None:
-                mine = _Compiling()
-                try:
-                    with self._lock:
-                        first = self._compiling.get(wanted)
-                        if first is None or first.ended:
-                            first = self._compiling[wanted] = mine
-                    if first is mine:
-                        # It may have been compiled since the search.
-                        return self._known(wanted) or self._keep(wanted, large)
-                finally:
-                    # An interrupt may come between any two of these; the first says enough.
-                    mine.over = True
-                    mine.event.set()
-                    with self._lock:
-                        if self._compiling.get(wanted) is mine:
-                            del self._compiling[wanted]
-                first.wait()
-                found = self._known(wanted)
-        return found
+        if not must_be_tried(wanted):
+            return self._keep(wanted, large=False)
+        # One after the other, so that they take no more than one core from the model.
+        with self._seats.one(), self._turn:
+            # It may have been compiled since the search.
+            return self._known(wanted) or self._keep(wanted, large=True)
 
     def _known(self, wanted: StructuredOutputs) -> LLMatcher | None:
         """Return a compiled grammar or None. ``InvalidArgument`` if it was refused."""
@@ -217,7 +198,7 @@ class Grammars:
             self._held[id(wanted)] = matcher, self._sizes.get(wanted, 0)
             weakref.finalize(wanted, self._held.pop, id(wanted), None).atexit = False
 
-    def _keep(self, wanted: StructuredOutputs, large: bool) -> LLMatcher:
+    def _keep(self, wanted: StructuredOutputs, *, large: bool) -> LLMatcher:
         """Compile it, and remember what came of it."""
         if large:
             with self._lock:
@@ -255,11 +236,9 @@ class Grammars:
         vocabulary = self._llguidance()
         size = 0
         if self._trial is not None and must_be_tried(wanted):
-            # One after the other, so that they take no more than one core from the model.
-            with self._turn:
-                text = self._trial.text(wanted)
-                size = self._trial.kept
-                matcher = compiled(wanted, text, vocabulary)
+            text = self._trial.text(wanted)
+            size = self._trial.kept
+            matcher = compiled(wanted, text, vocabulary)
         else:
             matcher = compiled(wanted, grammar_text(wanted), vocabulary)
         for warning in matcher.get_grammar_warnings():
@@ -351,25 +330,6 @@ class Grammars:
             plain = (token for token in ids if token not in table.special_ids and table.piece(token).isalnum())
             self._inside = tuple([token] if (token := next(plain, None)) is not None else [])
         return [*self._inside, *prompt]
-
-
-class _Compiling:
-    """A grammar that a thread is compiling. Other threads wait for it."""
-
-    def __init__(self) -> None:
-        self.over = False
-        """Well or not. Beside ``event``, since nothing can interrupt its setting."""
-        self.event = threading.Event()
-        self._thread = threading.current_thread()
-
-    @property
-    def ended(self) -> bool:
-        return self.over or not self._thread.is_alive()
-
-    def wait(self) -> None:
-        """Wait until it is over. Check once a second whether its thread is gone."""
-        while not self.ended:
-            self.event.wait(1.0)
 
 
 _GRAMMARS: weakref.WeakSet[Grammars] = weakref.WeakSet()
