@@ -80,7 +80,6 @@ bench: $(VENV)/.stamp-test  ## Benchmarks beside transformers, and LLAMA=PYTHON,
 	$(BIN)/python bench/adapters.py --peer peft
 	$(BIN)/python bench/serve.py
 	$(BIN)/python bench/soak.py
-	$(BIN)/python bench/slow_grammars.py
 
 screenshots: $(VENV)/.stamp-test  ## Pictures of the inspector, notebooks and terminals in docs/images (needs chromium; 3 minutes)
 	$(BIN)/python bench/screenshots.py

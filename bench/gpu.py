@@ -54,9 +54,7 @@ from gpu_recurrence import recurrences
 from quire import LLM, SamplingParams
 from quire.contracts.attention import AttentionBackend, ForwardPlan, Scoring
 from quire.contracts.kv_format import PlainRows
-from quire.contracts.layers import FullAttention
 from quire.kernels.attention import triton_attention
-from quire.kernels.attention.flashinfer_attention import FlashInferAttention, flashinfer_problem
 from quire.kernels.attention.sdpa import SdpaAttention
 from quire.kernels.attention.triton_attention import Settings, TritonAttention
 from quire.kernels.linear.float8 import Float8Linear, float8_problem
@@ -320,16 +318,12 @@ def attention(device: torch.device, found: Hardware, rounds: int, chosen: str, t
     """Measure attention of one layer, of cases whose names contain ``chosen``; print a table."""
     rows: list[dict[str, object]] = []
     copy, peak = found["copy_gbps"] * 1e9, found["peak_tflops"]["bfloat16"] * 1e12
-    if problem := flashinfer_problem(device):
-        print(f"FlashInfer is not measured: {problem}.", flush=True)
     with torch.inference_mode():
         for case in (one for one in CASES if chosen in one.name):
             taken = seconds_of(Deferred(case, TritonAttention(), device), rounds)
             row: dict[str, object] = {"attention": case.name, "triton us": taken * 1e6} | _shares(
                 case, taken, copy, peak
             )
-            if not problem:
-                row |= by_flashinfer(case, device, rounds)
             row["torch us"] = seconds_of(Deferred(case, SdpaAttention(), device), max(3, rounds // 4)) * 1e6
             if tune:
                 row |= tuned(case, device, rounds)
@@ -337,18 +331,6 @@ def attention(device: torch.device, found: Hardware, rounds: int, chosen: str, t
             torch.cuda.empty_cache()
     print_table(rows)
     return {"attention": rows}
-
-
-def by_flashinfer(case: Attended, device: torch.device, rounds: int) -> dict[str, object]:
-    """Return FlashInfer's time, or the reason why it does not run the case."""
-    backend = FlashInferAttention()
-    spec = FullAttention(
-        num_heads=case.heads, num_kv_heads=case.kv_heads, head_dim=case.key_size, value_dim=case.value_size
-    )
-    if reason := backend.refusal(spec, device):
-        print(f"FlashInfer, {case.name}: {reason}.", flush=True)
-        return {"flashinfer us": ""}
-    return {"flashinfer us": seconds_of(Deferred(case, backend, device), rounds) * 1e6}
 
 
 def _shares(case: Attended, seconds: float, copy: float, peak: float) -> dict[str, object]:

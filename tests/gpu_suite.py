@@ -18,7 +18,6 @@ SUITES: tuple[tuple[str, ...], ...] = (
     ("tests/kernels/test_triton_attention.py",),
     ("tests/kernels/test_triton_recurrence.py",),
     ("tests/kernels/test_triton_blocks.py",),
-    ("tests/kernels/test_flashinfer_attention.py", "-m", "gpu"),
     ("tests/kernels/test_float8.py", "tests/kernels/test_triton_draw.py", "tests/sampling/test_seen_tokens.py"),
     ("tests/test_cuda.py",),
     ("tests/kernels/test_attention_kernel.py", "tests/kernels/test_row_kernels.py", "-k", "triton"),

@@ -5,15 +5,15 @@ too long.
 from __future__ import annotations
 
 import dataclasses
-import random
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from quire.adapters import peft_config, peft_patterns
+from quire.adapters import peft_config
 from quire.adapters.peft_config import HARMLESS, REFUSED, parse_lora_config
 from quire.base.errors import CheckpointError, Unsupported
 
@@ -108,28 +108,8 @@ def test_patterns_are_matched_as_peft_matches_them(pattern: dict[str, int]) -> N
         assert weighed.scale_of(module) == pattern.get(key, 12) / 8**0.5
 
 
-HOSTILE = [
-    r"(\w+\.?)+x",
-    r"((\w|\.)+)+!",
-    r"(.*.*)*!",
-    r"(?:\w{1,40}){1,40}!",
-    ".?" * 40 + "!",
-    "(?:.|.)" * 40 + "!",
-    "(?:.|.){30}!",
-    ".*" * 6 + "!",
-    ".*?" * 6 + "!",
-    "(?:.{0,30}){0,8}!",
-    "(?:.{0,30}.{0,30}.{0,30}.{0,30}.{0,30}.{0,30})!",
-    r"(?=.*.*.*.*.*.*!).*",
-    r"(?!(\w+\.?)+x).*",
-    "(?:(?=.*.*.*.*!)a|.){6}",
-    r"(.*)*",
-    "(?:(?:(?:){60000}){60000}){60000}",
-    f"(?i:{'(?:ab|AB)' * 40})!",
-    "(?:a|.b|.)*!",
-    "((a.)|b*)*+!",
-    "a" * 5000,
-]
+HOSTILE = r"(?:.|..)*(?:.|..)*\d"
+LONG_NAME = "model.layers." + "a" * 300 + ".mlp"
 FIELDS: dict[str, Callable[[str], dict[str, Any]]] = {
     "target_modules": lambda one: {"target_modules": one},
     "exclude_modules": lambda one: {"exclude_modules": one},
@@ -141,11 +121,25 @@ FIELDS: dict[str, Callable[[str], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("field", FIELDS)
-@pytest.mark.parametrize("pattern", HOSTILE, ids=lambda pattern: pattern[:30])
-def test_expressions_that_would_take_too_long(pattern: str, field: str) -> None:
-    """They are refused before they are matched, which would hold up every thread of the process."""
-    with pytest.raises(Unsupported, match=f"{field} has '"):
-        parse_lora_config({"peft_type": "LORA", "target_modules": ["q_proj"], **FIELDS[field](pattern)})
+def test_expressions_that_take_too_long(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The matcher gives up, and lets other threads run before that."""
+    monkeypatch.setattr(peft_config, "MATCH_SECONDS", 0.2)
+    config = parse_lora_config({"peft_type": "LORA", "target_modules": ["mlp"], **FIELDS[field](HOSTILE)})
+    begun = time.monotonic()
+    with pytest.raises(Unsupported, match=r"takes longer than 0.2 s"):
+        config.scale_of(LONG_NAME) if "pattern" in field and "layers" not in field else config.targets_module(
+            LONG_NAME, inner=True
+        )
+    assert time.monotonic() - begun < 5
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_expressions_that_are_refused(field: str) -> None:
+    given = {"peft_type": "LORA", "target_modules": ["q_proj"]}
+    with pytest.raises(Unsupported, match=f"{field} has 'aaa.*, of 5000 characters; at most 2000 are read"):
+        parse_lora_config({**given, **FIELDS[field]("a" * 5000)})
+    with pytest.raises(CheckpointError, match="valid regular expressions"):
+        parse_lora_config({**given, **FIELDS[field]("(")})
 
 
 USUAL = [
@@ -175,66 +169,7 @@ def test_many_expressions() -> None:
     values = {"peft_type": "LORA", "target_modules": ["q_proj"]}
     names = {f"model.layers.{layer}.mlp.{part}_proj": layer + 1 for layer in range(200) for part in ("up", "down")}
     assert parse_lora_config({**values, "rank_pattern": names}).rank_of("model.layers.150.mlp.up_proj") == 151
-    with pytest.raises(Unsupported, match="too many ways"):
-        parse_lora_config({**values, "rank_pattern": {f".*{one}.*": 1 for one in names}})
     with pytest.raises(CheckpointError, match="rank_pattern has 5000 entries; expected at most 4096"):
         parse_lora_config({**values, "rank_pattern": dict.fromkeys(map(str, range(5000)), 1)})
     with pytest.raises(CheckpointError, match="target_modules has 5000 entries"):
         parse_lora_config({**values, "target_modules": ["x"] * 5000})
-
-
-def ways_by_trying(items: Any, text: str, at: int) -> list[int]:
-    """Where an expression of a few kinds can end, once for each way: what ``ways_of`` bounds."""
-    ends = [at]
-    for kind, given in items:
-        ends = [end for begin in ends for end in ways_of_item(str(kind), given, text, begin)]
-    return ends
-
-
-def ways_of_item(kind: str, given: Any, text: str, at: int) -> list[int]:
-    if kind == "SUBPATTERN":
-        return ways_by_trying(given[-1], text, at)
-    if kind == "BRANCH":
-        return [end for one in given[1] for end in ways_by_trying(one, text, at)]
-    if kind in ("MAX_REPEAT", "MIN_REPEAT"):
-        least, most, item = given
-        ends, now = ([at] if least == 0 else []), [at]
-        for count in range(1, min(int(most), len(text)) + 1):
-            now = [end for begin in now for end in ways_by_trying(item, text, begin)]
-            ends += now if count >= least else []
-        return ends
-    if kind == "IN":
-        return [at + 1] if at < len(text) and text[at] in [chr(one) for _, one in given] else []
-    fits = at < len(text) and (kind == "ANY" or text[at] == chr(given))
-    return [at + 1] if fits else []
-
-
-def test_the_bound_of_ways_is_one() -> None:
-    """Random expressions over two letters against counting their ways on a name of one letter and
-    on a mixed one.
-    """
-    draw = random.Random(5)
-
-    def expression(depth: int) -> str:
-        kind = draw.randrange(7 if depth else 3)
-        if kind < 3:
-            return ("a", ".", "ab")[kind]
-        if kind == 3:
-            return f"(?:{expression(depth - 1)}|{expression(depth - 1)})"
-        if kind == 4:
-            return f"(?:{expression(depth - 1)}){draw.choice(('?', '*', '+', '{1,2}', '{0,12}', '??', '*?'))}"
-        return expression(depth - 1) + expression(depth - 1)
-
-    counted = 0
-    for _ in range(400):
-        pattern = expression(4)
-        try:
-            bound = peft_patterns.ways_of(pattern)
-        except ValueError:
-            continue
-        if bound > 20_000:
-            continue
-        counted += 1
-        for text in ("a" * 12, "ab" * 6):
-            assert len(ways_by_trying(peft_patterns._parser.parse(pattern), text, 0)) <= bound, pattern
-    assert counted > 100

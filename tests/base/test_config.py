@@ -200,7 +200,7 @@ REFUSED: dict[str, tuple[list[Any], str]] = {
 }
 UNSUPPORTED: dict[str, tuple[list[Any], str]] = {
     "kv_dtype": (["fp8", "int8", "float64", ""], "one of 'auto', 'float32', 'bfloat16', 'float16'"),
-    "attention_backend": (["flash_attn", "FlashInfer", "Triton"], "one of 'auto', 'torch'"),
+    "attention_backend": (["flash_attn", "flashinfer", "Triton"], "one of 'auto', 'torch'"),
     "quantization": (["awq", "", 8], "one of 'int8', 'int4', 'fp8', or left out"),
     "trust_remote_code": ([True], "False"),
 }

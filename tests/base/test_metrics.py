@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.base import errors
-from quire.base.errors import InvalidArgument
 from quire.base.metrics import (
     FINISH_REASONS,
     FIRST_TOKEN_BUCKETS,
@@ -50,7 +49,6 @@ FIXED_NAMES = {
     "copy_on_write_splits_total": "counter",
     "reruns_total": "counter",
     "rerun_tokens_total": "counter",
-    "rerun_tokens_found_total": "counter",
     "checkpoints_kept": "gauge",
     "checkpoints_used_total": "counter",
     "pages_shared": "gauge",
@@ -89,24 +87,18 @@ FIXED_NAMES = {
 # ---------------------------------------------------------------------- primitives
 
 
-@pytest.mark.parametrize("amount", [-1, math.nan, math.inf])
-def test_counters_only_grow(amount: float) -> None:
-    counter, labelled = Counter("c", "help"), LabelledCounter("l", "help", "reason", ["a"])
+def test_counter() -> None:
+    counter = Counter("c", "help")
     counter.inc()
     counter.inc(2.5)
-    with pytest.raises(InvalidArgument, match="amount must be a finite number >= 0"):
-        counter.inc(amount)
-    with pytest.raises(InvalidArgument, match="amount must be a finite number >= 0"):
-        labelled.inc("a", amount)
     assert counter.value == 3.5
-    assert [s.value for s in labelled._samples()] == [0]
 
 
 def test_labelled_counter_knows_its_labels() -> None:
     counter = LabelledCounter("c", "help", "reason", ["a", "b"])
     counter.inc("a")
     counter.inc("b", 3)
-    with pytest.raises(InvalidArgument, match="c has no reason 'z'; known: 'a', 'b'"):
+    with pytest.raises(KeyError):
         counter.inc("z")
     assert [(s.key, s.value) for s in counter._samples()] == [('c{reason="a"}', 1), ('c{reason="b"}', 3)]
 
@@ -115,8 +107,6 @@ def test_gauge() -> None:
     gauge = Gauge("g", "help")
     gauge.set(5)
     gauge.set(-2)
-    with pytest.raises(InvalidArgument, match="finite number, got nan"):
-        gauge.set(math.nan)
     assert gauge.value == -2
 
 
@@ -130,19 +120,6 @@ def test_histogram_counts_up_to_each_bound_inclusive(values: list[float]) -> Non
         assert samples[f'h_bucket{{le="{bound}"}}'] == sum(value <= bound for value in values)
     assert samples['h_bucket{le="+Inf"}'] == samples["h_count"] == len(values)
     assert samples["h_sum"] == pytest.approx(math.fsum(values))
-
-
-@pytest.mark.parametrize("buckets", [[], [1, 1], [2, 1], [1, math.inf], [math.nan]])
-def test_histogram_refuses_bad_buckets(buckets: list[float]) -> None:
-    with pytest.raises(InvalidArgument, match="ascending finite"):
-        Histogram("h", "help", buckets)
-
-
-def test_histogram_refuses_what_is_no_number() -> None:
-    histogram = Histogram("h", "help", [1])
-    with pytest.raises(InvalidArgument, match="got nan"):
-        histogram.observe(math.nan)
-    assert {s.value for s in histogram._samples()} == {0}
 
 
 # ---------------------------------------------------------------------- the engine
@@ -275,20 +252,6 @@ def test_p95_forgets_what_is_older_than_1000_samples_and_the_mean_does_not() -> 
     got = metrics.summary()
     assert got.p95_decode_latency == 1000.0
     assert got.avg_decode_latency == pytest.approx((9 + 3) / 4 * 1000)
-
-
-def test_operations_refuse_nonsense_and_count_none_of_it() -> None:
-    metrics = OperationMetrics(8)
-    with pytest.raises(InvalidArgument, match="max_batch_size must be >= 1, got 0"):
-        OperationMetrics(0)
-    with pytest.raises(InvalidArgument, match="num_sequences must be >= 1, got 0"):
-        metrics.record_prefill(0, 1.0)
-    for seconds in (-1.0, math.nan, math.inf):
-        with pytest.raises(InvalidArgument, match="seconds must be a finite number >= 0"):
-            metrics.record_decode(1, seconds, 1)
-    with pytest.raises(InvalidArgument, match="tokens must be >= 0, got -1"):
-        metrics.record_decode(1, 1.0, -1)
-    assert metrics.summary() == OperationSummary()
 
 
 def test_a_call_too_short_to_measure_divides_nothing_by_zero() -> None:

@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench import fuzz, next_turn, slow_grammars, soak
+from bench import fuzz, next_turn, soak
 from tests.server.conftest import serving
 
 from quire import AsyncLLM
 from quire.base.errors import InvalidArgument, QuireError, Unsupported
-from quire.grammars import slow_masks
 from quire_bench.serve_process import ServerProcess, resident_bytes, server_process
 
 BENCH = Path(__file__).parents[2] / "bench"
@@ -263,27 +262,6 @@ def test_what_schemathesis_saw_is_judged(
     assert len(found["complaints"]) == len(complaints)
     for told, wanted in zip(found["complaints"], complaints, strict=True):
         assert wanted in told
-
-
-# -- slow grammars ---------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_stream_beside_slow_grammars(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["slow_grammars.py", "--tokens", "40", "--rounds", "2", "--warm-up", "0.2", "--slow", "1"]
-    monkeypatch.setattr(sys, "argv", arguments)
-    usual = slow_masks.SLOW_SECONDS
-    slow_grammars.main()
-    assert usual == slow_masks.SLOW_SECONDS
-    *table, line = capsys.readouterr().out.strip().splitlines()
-    found = json.loads(line)["found"]
-    assert list(found) == [slow_grammars.ALONE, slow_grammars.BESIDE, slow_grammars.WITHIN]
-    for way, one in found.items():
-        assert one["same_tokens"] == [2, 2]
-        assert one["tokens_per_second"] > 0
-        assert 0 < one["median_gap_ms"] <= one["longest_gap_ms"]
-        assert (one["slow_tokens"] > 0) == (way != slow_grammars.ALONE)
-        assert any(row.startswith(way) for row in table)
 
 
 # -- next turns ------------------------------------------------------------------------------------

@@ -11,10 +11,10 @@ from quire.engine.request import AskedFor, Output, Request, RequestBranch, Seat
 
 
 @dataclass
-class MaskInTheMaking:
-    """In place of a matcher whose next mask is being made."""
+class QuestionToTiers:
+    """In place of a question to tiers that they have not answered."""
 
-    ready: bool = False
+    is_answered: bool = False
 
 
 def made_request(tokens: Iterable[int], **given: Any) -> Request:

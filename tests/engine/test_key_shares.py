@@ -15,7 +15,7 @@ from quire.engine.request import Request, Status
 from quire.engine.request_queues import LAG
 from quire.engine.scheduler import HEADROOM, OVERTAKING
 
-from .made_requests import MaskInTheMaking
+from .made_requests import QuestionToTiers
 from .test_scheduler import World
 
 
@@ -111,11 +111,11 @@ def test_a_thousand_requests_of_one_key_do_not_hold_another_up() -> None:
 
 def test_places_that_a_key_cannot_use_are_not_kept_for_it() -> None:
     clients = Clients(num_pages=1000, seqs=4, budget=64)
-    mask = MaskInTheMaking()
-    late = [clients.submit("a", 8, 30, awaits_mask=True, matcher=mask) for _ in range(4)]
+    question = QuestionToTiers()
+    late = [clients.submit("a", 8, 30, question=question) for _ in range(4)]
     crowd = [clients.submit("b", 8, 30) for _ in range(6)]
     assert clients.step() == {"b": 32}
-    mask.ready = True
+    question.is_answered = True
     clients.step()
     assert [one.seat.admitted for one in late] == [True, True, False, False]
     assert sum(one.seat.num_preemptions for one in crowd) == 2

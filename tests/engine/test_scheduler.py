@@ -18,7 +18,7 @@ from quire.engine.scheduler import Scheduler
 from quire.engine.step_builder import Limits, ScheduledStep
 from quire.runner.local import Runner
 
-from .made_requests import MaskInTheMaking, made_request
+from .made_requests import QuestionToTiers, made_request
 
 
 class Pages:
@@ -416,11 +416,11 @@ def test_who_is_not_ready_keeps_no_room_for_its_adapter() -> None:
     world = World(fits=at_most(1))
     first, second = world.submit(5, runs=one(1)), world.submit(5, runs=one(2))
     assert world.step().requests == (first,)
-    mask = MaskInTheMaking()
-    first.output.awaits_mask, first.output.matcher = True, mask  # type: ignore[assignment]
+    question = QuestionToTiers()
+    first.seat.question = question  # type: ignore[assignment]
     assert world.step().requests == (second,)
     assert world.step().requests == (second,)
-    mask.ready = True
+    question.is_answered = True
     assert world.step().requests == (first,)
 
 

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from tests.documents import unpacked
 from tests.inspector.conftest import Visit, engine
 from tests.inspector.page_use import PROMPT, close_all, expect, findings, made, sideways, told
 from tests.server.conftest import Served, serving, wait_for
 
 from quire.base.outputs import MISSES
-from quire.contracts.views import OWNER_NAMES, unpacked
+from quire.contracts.views import OWNER_NAMES
 from quire.server.http.settings import ServerSettings
 from quire_inspector.routes.page_routes import FOLDER
 

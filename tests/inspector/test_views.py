@@ -6,11 +6,12 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from tests.documents import unpacked
 from tests.inspector.conftest import Visit
 from tests.inspector.page_use import PROMPT, close_all, expect, made, open_view, row, tokens, told
 from tests.server.conftest import Served, wait_for
 
-from quire.contracts.views import OWNER_NAMES, unpacked
+from quire.contracts.views import OWNER_NAMES
 
 
 @pytest.fixture

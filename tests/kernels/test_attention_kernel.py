@@ -21,7 +21,6 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from tests.flashinfer_double import doubled
 from tests.triton_machine import DEVICE, CarriedAttention, needs_triton
 from torch import Tensor
 
@@ -40,18 +39,16 @@ BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
     "native": NativeAttention,
     "reference": ReferenceAttention,
     "triton": lambda: CarriedAttention(least_split=64, programs=1000),
-    "flashinfer": doubled,
 }
 QUICK = ("torch", "native", "reference")
 """Those that meet each random plan; of the interpreter ``tests/kernels/test_triton_attention.py``
 tries fewer."""
-NAMES = [*QUICK, "flashinfer", pytest.param("triton", marks=needs_triton)]
+NAMES = [*QUICK, pytest.param("triton", marks=needs_triton)]
 PATIENT = [
     *QUICK,
-    pytest.param("flashinfer", marks=pytest.mark.slow),
     pytest.param("triton", marks=[needs_triton, pytest.mark.slow]),
 ]
-"""For what takes the interpreter a minute, and what stands for FlashInfer some seconds."""
+"""For what takes the interpreter a minute."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 GROUPS = ((1, 1), (4, 1), (2, 2), (2, 4), (1, 8))
 """(KV heads, query heads of each): MHA, GQA, MQA."""
@@ -660,8 +657,6 @@ def test_sequences_do_not_reach_each_other(name: str) -> None:
     """NaN in the rows of one sequence changes no bit of another, however they are padded
     together."""
     for feature, (entries, softcap, learned) in FEATURES.items():
-        if name == "flashinfer" and softcap is not None:
-            continue  # It caps no scores.
         for victim in range(len(entries)):
             case = Case(entries, seed=victim, scoring=Scoring(0.5, softcap), learned=learned)
             before = case.run(BACKENDS[name]())
@@ -715,7 +710,7 @@ def test_q_of_another_type_than_planned() -> None:
         backend.run(prepared, case.q_THD, case.new, PlainRows(case.k_SHD, case.v_SHD), case.scoring)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "flashinfer"])
+@pytest.mark.parametrize("name", NAMES)
 def test_kinds_of_layers(name: str) -> None:
     backend, cpu = BACKENDS[name](), DEVICE if name == "triton" else torch.device("cpu")
     sizes = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 8, "value_dim": 8}

@@ -20,7 +20,6 @@ import torch.nn.functional as F  # noqa: N812
 from tests.gpu_suite import SUITES
 
 from quire import LLM, SamplingParams
-from quire.kernels.attention import flashinfer_attention
 
 ROOT = Path(__file__).parents[2]
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -103,27 +102,6 @@ def test_a_call_that_fails_keeps_no_other_from_its_time(monkeypatch: pytest.Monk
 
     assert math.isnan(gpu.seconds_of(failing, 3))
     assert gpu.failures == ["RuntimeError: no registers"]
-
-
-def test_flashinfer_is_measured_where_it_runs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Else a sentence says why not, of all cases or of one."""
-    monkeypatch.syspath_prepend(str(ROOT / "bench"))
-    gpu = importlib.import_module("gpu")
-    monkeypatch.setattr(gpu, "seconds_of", lambda call, rounds: 1.0)
-    limits = {"copy_gbps": 1.0, "peak_tflops": {"bfloat16": 1.0}}
-    for module in (gpu, flashinfer_attention):
-        monkeypatch.setattr(module, "flashinfer_problem", lambda device: "it is missing")
-    rows = gpu.attention(torch.device("cpu"), limits, 1, "", False)["attention"]
-    assert "FlashInfer is not measured: it is missing." in capsys.readouterr().out
-    assert not any("flashinfer us" in row for row in rows)
-    for module in (gpu, flashinfer_attention):
-        monkeypatch.setattr(module, "flashinfer_problem", lambda device: "")
-    rows = gpu.attention(torch.device("cpu"), limits, 1, "", False)["attention"]
-    assert {row["flashinfer us"] for row in rows if "latent" not in str(row["attention"])} == {1e6}
-    assert {row["flashinfer us"] for row in rows if "latent" in str(row["attention"])} == {""}
-    assert "128 heads: the FlashInfer kernels have heads of 64, 128, 256 columns" in capsys.readouterr().out
 
 
 @pytest.mark.slow

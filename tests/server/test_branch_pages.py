@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from tests.documents import unpacked
 
 from quire import AsyncLLM
-from quire.contracts.views import unpacked
 from quire.server.http.settings import ServerSettings
 
 from .conftest import Served, serving

@@ -241,10 +241,10 @@ def test_forced_calls(chat_client: httpx.Client, named: bool) -> None:
 
 
 def test_a_forced_call_is_written_as_the_template_writes_it(chat_folder: Path, tmp_path: Path) -> None:
-    """So the next turn begins with the tokens of the call. Its mark is a special token."""
+    """So the next turn begins with the tokens of the call."""
     calls = (
-        "{% for call in message.tool_calls or [] %}<|pad|>\n{{ call.function.name }}: {{ call.function.arguments | tojson }}"
-        "{{ '\n' }}{% endfor %}<|end|>"
+        """{% for call in message.tool_calls or [] %}<tool_call>\n{"name": "{{ call.function.name }}", "arguments": """
+        "{{ call.function.arguments | tojson }}}\n</tool_call>{% endfor %}<|end|>"
     )
     file = tmp_path / "calls.jinja"
     template = "{{ tools | tojson }}" + TEMPLATE.replace("<|end|>", calls)
@@ -254,7 +254,7 @@ def test_a_forced_call_is_written_as_the_template_writes_it(chat_folder: Path, t
         with serving(llm) as found:
             named = {"type": "function", "function": {"name": "weather"}}
             for choice in ("required", named):
-                body = {"tools": [WEATHER], "tool_choice": choice, "parallel_tool_calls": False, "max_tokens": 100}
+                body = {"tools": [WEATHER], "tool_choice": choice, "parallel_tool_calls": False, "max_tokens": 200}
                 answer = ask(found.client, **body, temperature=0, logprobs=True)
                 (message,) = (one["message"] for one in answer["choices"])
                 (call,) = message["tool_calls"]
@@ -265,11 +265,12 @@ def test_a_forced_call_is_written_as_the_template_writes_it(chat_folder: Path, t
                     found.client, [*MESSAGES, message, result], tools=[WEATHER], tool_choice="none", max_tokens=1
                 )
                 tokens = [one["token"] for one in answer["choices"][0]["logprobs"]["content"]]
-                written = f"<|pad|>\nweather: {call['function']['arguments']}\n"
+                arguments = call["function"]["arguments"]
+                written = f'<tool_call>\n{{"name": "weather", "arguments": {arguments}}}\n</tool_call>'
                 assert "".join(tokens).removesuffix("<|end|>") == written
                 assert written in render_chat(template, [*MESSAGES, message, result], tools=[WEATHER])
-                # The model spells its call in other tokens than the tokenizer, but for the mark.
-                assert more["usage"]["prompt_tokens_details"]["cached_tokens"] > answer["usage"]["prompt_tokens"]
+                # The model may spell its call in other tokens than the tokenizer.
+                assert more["usage"]["prompt_tokens_details"]["cached_tokens"] >= answer["usage"]["prompt_tokens"]
     finally:
         asyncio.run(llm.close())
 
@@ -329,6 +330,7 @@ def allowed(mode: str, *names: str) -> dict[str, Any]:
 def test_some_of_the_tools_are_allowed(capable: Served) -> None:
     """Forced calls are of these, in the prompt for all; else the template sees these alone."""
     body = {"tools": [WEATHER, TIME], "seed": 3, "max_tokens": 300, "parallel_tool_calls": False}
+    body["logit_bias"] = {str(TOOL_CALL): 100}  # the model was not trained to call, and would think
     every = ask(capable.client, **body, tool_choice="required")["usage"]["prompt_tokens"]
     for name in ("time", "weather"):
         found = ask(capable.client, **body, tool_choice=allowed("required", name))
@@ -338,7 +340,7 @@ def test_some_of_the_tools_are_allowed(capable: Served) -> None:
     one = ask(capable.client, **{**said, "tools": [TIME]})["usage"]["prompt_tokens"]
     found = ask(capable.client, **{**said, "tools": [WEATHER, TIME], "tool_choice": allowed("auto", "time")})
     assert found["usage"]["prompt_tokens"] == one
-    form = {**body, "response_format": FORM, "logit_bias": {str(TOOL_CALL): 100}}
+    form = {**body, "response_format": FORM}
     message = ask(capable.client, **form, tool_choice=allowed("auto", "time"))["choices"][0]["message"]
     (call,) = message["tool_calls"]
     assert call["function"]["name"] == "time"
@@ -348,7 +350,8 @@ def test_some_of_the_tools_are_allowed(capable: Served) -> None:
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
 def test_a_forced_call_wins_over_a_form(capable: Served, choice: Any) -> None:
     body = {"tools": [WEATHER], "response_format": FORM, "tool_choice": choice, "parallel_tool_calls": False}
-    message = ask(capable.client, **body, seed=3, max_tokens=300)["choices"][0]["message"]
+    bias = {str(TOOL_CALL): 100}
+    message = ask(capable.client, **body, seed=3, max_tokens=300, logit_bias=bias)["choices"][0]["message"]
     assert message["tool_calls"][0]["function"]["name"] == "weather"
 
 

@@ -304,6 +304,7 @@ EFFORTS = (
         (EFFORTS, {"enable_thinking": True}, "enable_thinking"),
         ("{{ messages }}", {"enable_thinking": False, "reasoning": {"effort": "none"}}, {}),
         ("{{ messages }}{# <think></think> #}", {"enable_thinking": False}, "enable_thinking"),
+        ("{{ messages }}{# <think></think> #}", {"enable_thinking": True}, {}),
     ],
 )
 def test_reasoning_reaches_the_template_or_is_refused(template: str, fields: dict[str, Any], found: Any) -> None:

@@ -274,17 +274,6 @@ def test_an_exporter_that_raises_or_hangs_harms_no_request(llm: AsyncLLM, monkey
         over.set()
 
 
-def test_too_many_at_once_are_dropped_and_never_waited_for(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spans, "MOST_LANES", 3)
-    sent = RequestSpans(llm.engine.timeline, InMemorySpanExporter(), "m")
-    holding = threading.Event()
-    monkeypatch.setattr(sent, "_tell", lambda lane: holding.wait(30))
-    asyncio.run(llm.generate(["a"] * 8, SamplingParams(max_tokens=1)))
-    assert sent.dropped >= 4
-    holding.set()
-    sent.close()
-
-
 def test_without_any_configuration_nothing_is_exported(plain: pytest.MonkeyPatch) -> None:
     """Nor is a package of OpenTelemetry's imported, as ``test_signals`` asks of a server."""
     assert exporter_for(None) is None

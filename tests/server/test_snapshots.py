@@ -19,12 +19,12 @@ import httpx
 import numpy as np
 import pytest
 from tests.cli.test_cli import run
+from tests.documents import unpacked
 from tests.executor.conftest import prompt
 from tests.small_llms import Checkpoint, hybrid
 
 from quire import LLM
 from quire.base.errors import NotFound
-from quire.contracts.views import unpacked
 from quire.statefile.container import read_state
 from quire.store.files import FileTier
 from quire.store.survey import survey

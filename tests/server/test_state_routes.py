@@ -17,9 +17,10 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from tests.documents import unpacked
 
 from quire import AsyncLLM, SamplingParams
-from quire.contracts.views import OWNER_NAMES, unpacked
+from quire.contracts.views import OWNER_NAMES
 from quire.server.http.settings import ServerSettings
 from quire_inspector.routes import state_events
 from quire_inspector.routes.page_routes import FOLDER, POLICY

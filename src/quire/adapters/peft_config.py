@@ -2,7 +2,8 @@
 
 Each field of PEFT's ``LoraConfig`` (0.21) is read, does not change a run (``HARMLESS``), or must be
 empty: null, false, or an empty list, object or string. Other values and unknown fields are refused
-by name. Module names match as in PEFT.
+by name. Module names match as in PEFT, by the package ``regex``, whose matcher has a limit of time,
+unlike Python's.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
+import time
 from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
-from quire.adapters.peft_patterns import MAX_WAYS, ways_of
+import regex
+
 from quire.base.errors import CheckpointError, NotFound, Unsupported
 from quire.models.config_fields import ConfigFields
 
@@ -69,6 +71,10 @@ only."""
 
 MAX_CONFIG_BYTES = 4 << 20
 """Limit of the file's bytes: the accepted number of names, of 1,000 characters each."""
+MAX_PATTERN = 2000
+"""Most characters of a regular expression."""
+MATCH_SECONDS = 2.0
+"""Limit for matching the expressions of a file, some of which would need years."""
 MAX_NAMES = 4096
 """Most names or expressions in one list or object."""
 SHOWN = 120
@@ -99,7 +105,9 @@ class LoraConfig:
     alphas: Mapping[str, float] = field(default_factory=dict)
     whole: tuple[str, ...] = ()
     """Ends of the names of modules that are saved whole (``modules_to_save``)."""
-    _compiled: dict[str, re.Pattern[str]] = field(default_factory=dict, repr=False, compare=False)
+    _compiled: dict[str, regex.Pattern[str]] = field(default_factory=dict, repr=False, compare=False)
+    _seconds: list[float] = field(default_factory=lambda: [MATCH_SECONDS], repr=False, compare=False)
+    """What is left of ``MATCH_SECONDS``."""
 
     def rank_of(self, module: str) -> int:
         """Return the rank of the module's update."""
@@ -121,7 +129,7 @@ class LoraConfig:
         if isinstance(self.targets, str):
             if self.targets.lower() == ALL_LINEAR:
                 return inner
-            return self._expression(self.targets).fullmatch(module) is not None
+            return self._match(self.targets, module, whole=True) is not None
         if module in self.targets:
             return True
         if not module.endswith(tuple(f".{target}" for target in self.targets)):
@@ -130,28 +138,40 @@ class LoraConfig:
 
     def _excludes(self, module: str) -> bool:
         if isinstance(self.excluded, str):
-            if self.excluded and self._expression(self.excluded).fullmatch(module):
+            if self.excluded and self._match(self.excluded, module, whole=True):
                 return True
         elif module in self.excluded or module.endswith(tuple(f".{one}" for one in self.excluded)):
             return True
-        return any(self._expression(_whole_pattern(one)).match(module) for one in self.whole)
+        return any(self._match(_whole_pattern(one), module) for one in self.whole)
 
     def _layer_of(self, module: str) -> int | None:
         """Return the name's first number, or the number after a name in ``layer_lists`` if that is
         not empty."""
         patterns = [_layer_pattern(one) for one in self.layer_lists] or [r".*?\.[^.]*\.(?P<idx>\d+)\."]
-        found = next((match for pattern in patterns if (match := self._expression(pattern).match(module))), None)
+        found = next((match for pattern in patterns if (match := self._match(pattern, module))), None)
         return None if found is None else int(found["idx"])
 
     def _pattern_for(self, patterns: Mapping[str, object], module: str) -> str:
         """Return the first pattern that matches the name's end; the name itself if none does."""
-        return next((one for one in patterns if self._expression(_end_pattern(one)).match(module)), module)
+        return next((one for one in patterns if self._match(_end_pattern(one), module)), module)
 
-    def _expression(self, pattern: str) -> re.Pattern[str]:
-        """Compile a pattern and cache it; ``re``'s own cache may be too small."""
-        if pattern not in self._compiled:
-            self._compiled[pattern] = re.compile(pattern)
-        return self._compiled[pattern]
+    def _match(self, pattern: str, module: str, *, whole: bool = False) -> regex.Match[str] | None:
+        """Match a name's beginning, or all of it. ``Unsupported`` if that takes too long."""
+        if pattern not in self._compiled:  # the package's own cache may be too small
+            self._compiled[pattern] = regex.compile(pattern)
+        compiled, started = self._compiled[pattern], time.monotonic()
+        try:
+            # Other threads run meanwhile.
+            return (compiled.fullmatch if whole else compiled.match)(
+                module, concurrent=True, timeout=max(1e-3, self._seconds[0])
+            )
+        except TimeoutError:
+            raise Unsupported(
+                f"{CONFIG_FILE}: matching names takes longer than {MATCH_SECONDS:g} s, with {shown(pattern)} at the end; "
+                "expected fewer repeats, or fewer expressions"
+            ) from None
+        finally:
+            self._seconds[0] -= time.monotonic() - started
 
 
 def shown(value: object) -> str:
@@ -348,26 +368,20 @@ class _LoraFields(ConfigFields):
         return tuple(listed)
 
     def check_patterns(self, config: LoraConfig) -> None:
-        """Raise ``CheckpointError`` for a bad expression, ``Unsupported`` for a slow one."""
+        """Raise ``CheckpointError`` for a bad expression, ``Unsupported`` for a long one."""
         found = {"rank_pattern": {one: _end_pattern(one) for one in config.ranks}}
         found["alpha_pattern"] = {one: _end_pattern(one) for one in config.alphas}
         found["modules_to_save"] = {one: _whole_pattern(one) for one in config.whole}
         found["layers_pattern"] = {one: _layer_pattern(one) for one in config.layer_lists}
         found["target_modules"] = {config.targets: config.targets} if isinstance(config.targets, str) else {}
         found["exclude_modules"] = {config.excluded: config.excluded} if isinstance(config.excluded, str) else {}
-        ways = 0
         for name, patterns in found.items():
             for given, pattern in patterns.items():
-                try:
-                    ways += ways_of(pattern)
-                except (re.error, OverflowError, RecursionError) as error:
-                    raise self.error(name, f"valid regular expressions ({told(error)})") from error
-                except ValueError as error:
+                if len(pattern) > MAX_PATTERN:
                     raise Unsupported(
-                        f"{self.source}: {name} has {shown(given)}, which is not matched: {error}"
-                    ) from error
-                if ways > MAX_WAYS:
-                    raise Unsupported(
-                        f"{self.source}: {name} has {shown(given)}: the expressions could match in too many ways; expected at "
-                        "most four open repeats (* or +) one after the other, and less where there are many expressions"
+                        f"{self.source}: {name} has {shown(given)}, of {len(given)} characters; at most {MAX_PATTERN} are read"
                     )
+                try:
+                    regex.compile(pattern)
+                except (regex.error, OverflowError, RecursionError) as error:
+                    raise self.error(name, f"valid regular expressions ({told(error)})") from error

@@ -34,7 +34,6 @@ ATTENTION_CLASSES = {
     "torch": "quire.kernels.attention.sdpa:SdpaAttention",
     "native": "quire.kernels.attention.cpu_attention:NativeAttention",
     "triton": "quire.kernels.attention.triton_attention:TritonAttention",
-    "flashinfer": "quire.kernels.attention.flashinfer_attention:FlashInferAttention",
     "reference": "quire.ops.attention:ReferenceAttention",
 }
 """Attention backends by name: the module and the class of each."""

@@ -7,19 +7,17 @@ the Prometheus data model, and a server writes them out.
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 
 from quire.base import errors
-from quire.base.errors import InvalidArgument
 from quire.base.outputs import TIERS, Miss
 
 MetricType: TypeAlias = Literal["counter", "gauge", "histogram"]
@@ -104,8 +102,7 @@ class Counter(Metric):
     type = "counter"
 
     def inc(self, amount: float = 1.0) -> None:
-        """Add a finite ``amount`` >= 0; raise ``InvalidArgument`` for others."""
-        _check_number(self.name, "amount", amount, non_negative=True)
+        """Add a finite ``amount`` >= 0."""
         with self._lock:
             self._value += amount
 
@@ -116,12 +113,6 @@ class _Labelled(Metric):
     def __init__(self, name: str, help: str, label: str, values: Sequence[str]) -> None:
         super().__init__(name, help)
         self.label, self._values = label, dict.fromkeys(values, 0.0)
-
-    def _check_label(self, value: str) -> None:
-        if value not in self._values:
-            raise InvalidArgument(
-                f"{self.name} has no {self.label} {value!r}; known: {', '.join(map(repr, self._values))}"
-            )
 
     def _samples(self) -> tuple[Sample, ...]:
         return tuple(
@@ -135,9 +126,7 @@ class LabelledCounter(_Labelled):
     type = "counter"
 
     def inc(self, label_value: str, amount: float = 1.0) -> None:
-        """Add ``amount`` >= 0 to a known label value; raise ``InvalidArgument`` for others."""
-        self._check_label(label_value)
-        _check_number(self.name, "amount", amount, non_negative=True)
+        """Add ``amount`` >= 0 to a known label value."""
         with self._lock:
             self._values[label_value] += amount
 
@@ -148,9 +137,7 @@ class LabelledGauge(_Labelled):
     type = "gauge"
 
     def set(self, label_value: str, value: float) -> None:
-        """Replace the number of a known label value; raise ``InvalidArgument`` for others."""
-        self._check_label(label_value)
-        _check_number(self.name, "value", value)
+        """Replace the number of a known label value."""
         with self._lock:
             self._values[label_value] = float(value)
 
@@ -161,8 +148,7 @@ class Gauge(Metric):
     type = "gauge"
 
     def set(self, value: float) -> None:
-        """Replace the value; raise ``InvalidArgument`` unless the new one is finite."""
-        _check_number(self.name, "value", value)
+        """Replace the value by a finite one."""
         with self._lock:
             self._value = float(value)
 
@@ -174,14 +160,11 @@ class Histogram(Metric):
 
     def __init__(self, name: str, help: str, buckets: Sequence[float]) -> None:
         super().__init__(name, help)
-        if not buckets or list(buckets) != sorted(set(buckets)) or not all(map(math.isfinite, buckets)):
-            raise InvalidArgument(f"{name}: buckets must be ascending finite bounds, got {tuple(buckets)}")
         self.buckets = tuple(buckets)
         self._counts = [0] * (len(buckets) + 1)  # the last one: above all bounds
 
     def observe(self, value: float) -> None:
-        """Count ``value``; raise ``InvalidArgument`` unless it is finite."""
-        _check_number(self.name, "value", value)
+        """Count a finite ``value``."""
         with self._lock:
             self._counts[bisect_left(self.buckets, value)] += 1
             self._value += value
@@ -231,202 +214,183 @@ class MetricGroup:
         return values
 
 
-def _declared(kind: type[M], name: str, help: str, *more: Any) -> M:
-    """Return a field of a group that is a metric of its own in each group."""
-    return field(default_factory=lambda: kind(name, help, *more))
-
-
 HAND_OVER_RESULTS = ("whole", "lost", "refused")
 """Of a prompt that one server computes for another: its state counts there, went missing on the
 way, or was refused before."""
 
 
-@dataclass(eq=False)
 class EngineMetrics(MetricGroup):
-    """All metrics of an engine, each declared with its name and help."""
+    """All metrics of an engine, each with its name and help."""
 
-    # What vLLM has too.
-    num_requests_running: Gauge = _declared(Gauge, "quire:num_requests_running", "Requests in the running batch.")
-    num_requests_waiting: Gauge = _declared(Gauge, "quire:num_requests_waiting", "Requests waiting to be admitted.")
-    kv_cache_usage: Gauge = _declared(
-        Gauge, "quire:kv_cache_usage_perc", "Share of the KV state's pages that are held or pinned; 1 means all."
-    )
-    prompt_tokens: Counter = _declared(Counter, "quire:prompt_tokens_total", "Prompt tokens, computed or cached.")
-    prompt_tokens_cached: Counter = _declared(
-        Counter, "quire:prompt_tokens_cached_total", "Prompt tokens whose state was found in the prefix cache."
-    )
-    prompt_tokens_reused: LabelledCounter = _declared(
-        LabelledCounter,
-        "quire:prompt_tokens_reused_total",
-        "Prompt tokens with reused state, by where it was.",
-        "tier",
-        TIERS,
-    )
-    reuse_misses: LabelledCounter = _declared(
-        LabelledCounter,
-        "quire:reuse_misses_total",
-        "Prompts of which a longer match was known, by why it was not reused.",
-        "reason",
-        [str(miss) for miss in Miss if miss is not Miss.NONE],
-    )
-    generation_tokens: Counter = _declared(Counter, "quire:generation_tokens_total", "Tokens generated.")
-    num_preemptions: Counter = _declared(
-        Counter, "quire:num_preemptions_total", "Requests put back into the queue because pages ran out."
-    )
-    request_success: LabelledCounter = _declared(
-        LabelledCounter,
-        "quire:request_success_total",
-        "Requests that ended, by reason.",
-        "finished_reason",
-        FINISH_REASONS,
-    )
-    time_to_first_token: Histogram = _declared(
-        Histogram,
-        "quire:time_to_first_token_seconds",
-        "From the arrival of a request to its first token.",
-        FIRST_TOKEN_BUCKETS,
-    )
-    inter_token_latency: Histogram = _declared(
-        Histogram, "quire:inter_token_latency_seconds", "Between successive tokens of a request.", INTER_TOKEN_BUCKETS
-    )
-    e2e_request_latency: Histogram = _declared(
-        Histogram, "quire:e2e_request_latency_seconds", "From the arrival of a request to its end.", REQUEST_BUCKETS
-    )
-    request_queue_time: Histogram = _declared(
-        Histogram,
-        "quire:request_queue_time_seconds",
-        "From the arrival of a request to its first admission.",
-        FIRST_TOKEN_BUCKETS,
-    )
-    request_prefill_time: Histogram = _declared(
-        Histogram,
-        "quire:request_prefill_time_seconds",
-        "From the first admission of a request to its first token.",
-        FIRST_TOKEN_BUCKETS,
-    )
-    request_decode_time: Histogram = _declared(
-        Histogram,
-        "quire:request_decode_time_seconds",
-        "From the first token of a request to its last.",
-        FIRST_TOKEN_BUCKETS,
-    )
-    request_inference_time: Histogram = _declared(
-        Histogram,
-        "quire:request_inference_time_seconds",
-        "From the first admission of a request to its last token.",
-        FIRST_TOKEN_BUCKETS,
-    )
-    request_prompt_tokens: Histogram = _declared(
-        Histogram, "quire:request_prompt_tokens", "Prompt tokens of a request that has ended.", TOKEN_BUCKETS
-    )
-    request_generation_tokens: Histogram = _declared(
-        Histogram, "quire:request_generation_tokens", "Tokens generated for a request that has ended.", TOKEN_BUCKETS
-    )
-    steps: LabelledCounter = _declared(
-        LabelledCounter,
-        "quire:steps_total",
-        "Forwards, by whether their work was captured before and launched as a whole.",
-        "path",
-        ("captured", "plain"),
-    )
-    exact_windows: Counter = _declared(
-        Counter, "quire:exact_windows_total", "Forwards that verified tokens of exact requests, one request alone."
-    )
-    steps_ahead: Counter = _declared(
-        Counter,
-        "quire:steps_ahead_total",
-        "Those of them that were queued before the tokens of the one before were known.",
-    )
-    tokens_withdrawn: Counter = _declared(
-        Counter,
-        "quire:tokens_withdrawn_total",
-        "Tokens that such a forward ran of requests that had ended, taken back.",
-    )
-    # The state's own verbs.
-    forks: Counter = _declared(Counter, "quire:forks_total", "Sequences made by forking.")
-    rewinds: Counter = _declared(Counter, "quire:rewinds_total", "Rewinds of sequences.")
-    tokens_replayed: Counter = _declared(
-        Counter,
-        "quire:tokens_replayed_total",
-        "Tokens run again to reach a rewound position or the end of a known prefix.",
-    )
-    reruns: Counter = _declared(
-        Counter,
-        "quire:reruns_total",
-        "Turns run again in idle time, as the chat template writes them into later prompts.",
-    )
-    rerun_tokens: Counter = _declared(Counter, "quire:rerun_tokens_total", "Tokens computed for these.")
-    rerun_tokens_found: Counter = _declared(
-        Counter, "quire:rerun_tokens_found_total", "Prompt tokens found in the prefix cache thanks to these."
-    )
-    copy_on_write_splits: Counter = _declared(
-        Counter, "quire:copy_on_write_splits_total", "Shared pages copied because one of their owners wrote."
-    )
-    checkpoints_kept: Gauge = _declared(Gauge, "quire:checkpoints_kept", "Checkpoints of recurrent state held now.")
-    checkpoints_used: Counter = _declared(
-        Counter,
-        "quire:checkpoints_used_total",
-        "Forks, rewinds and matches served from a checkpoint of recurrent state.",
-    )
-    pages_free: Gauge = _declared(Gauge, "quire:pages_free", "Free pages of the KV state.")
-    pages_evictable: Gauge = _declared(
-        Gauge, "quire:pages_evictable", "Pages of finished requests and idle sessions, evicted when others need them."
-    )
-    pages_held: Gauge = _declared(
-        Gauge, "quire:pages_held", "Pages of requests under way and of the executor's caches."
-    )
-    pages_pinned: Gauge = _declared(
-        Gauge, "quire:pages_pinned", "Pages of sessions that are pinned or were written into."
-    )
-    pages_shared: Gauge = _declared(Gauge, "quire:pages_shared", "Pages that belong to more than one sequence now.")
-    adapters_loaded: Gauge = _declared(Gauge, "quire:adapters_loaded", "LoRA adapters loaded now.")
-    adapters_resident: Gauge = _declared(Gauge, "quire:adapters_resident", "Of these, on the device now.")
-    adapter_transfers: Counter = _declared(
-        Counter, "quire:adapter_transfers_total", "Times that an adapter was brought to the device."
-    )
-    state_bytes_saved: Counter = _declared(Counter, "quire:state_bytes_saved_total", "Bytes of state files written.")
-    state_bytes_loaded: Counter = _declared(Counter, "quire:state_bytes_loaded_total", "Bytes of state files read.")
-    blended_tokens: Counter = _declared(
-        Counter, "quire:blended_tokens_total", "Tokens whose stored state was blended in."
-    )
-    recomputed_tokens: Counter = _declared(
-        Counter, "quire:recomputed_tokens_total", "Tokens recomputed while blending."
-    )
-    blend_calibrated: Gauge = _declared(Gauge, "quire:blend_calibrated", "1 if the model's blending was calibrated.")
-    blend_divergence: Histogram = _declared(
-        Histogram,
-        "quire:blend_divergence_nats",
-        "KL divergence of the first token's distribution from a full computation's, of blended prompts that were verified.",
-        DIVERGENCE_BUCKETS,
-    )
-    drafted_tokens: Counter = _declared(Counter, "quire:drafted_tokens_total", "Tokens proposed by speculation.")
-    accepted_tokens: Counter = _declared(Counter, "quire:accepted_tokens_total", "Proposed tokens that were accepted.")
-    prompts_handed_over: LabelledCounter = _declared(
-        LabelledCounter,
-        "quire:prompts_handed_over_total",
-        "Prompts that another server was asked to compute, by what became of it; lost and refused ones were computed here.",
-        "result",
-        HAND_OVER_RESULTS,
-    )
-    tokens_handed_over: Counter = _declared(
-        Counter, "quire:tokens_handed_over_total", "Prompt tokens whose state came from another server."
-    )
-    prompts_sent: LabelledCounter = _declared(
-        LabelledCounter,
-        "quire:prompts_sent_total",
-        "Prompts that another server has asked for, by what became of it.",
-        "result",
-        HAND_OVER_RESULTS,
-    )
-    refusals: LabelledCounter = _declared(
-        LabelledCounter,
-        "quire:refusals_total",
-        "Requests to the server that were refused, by error.",
-        "error",
-        REFUSAL_ERRORS,
-    )
+    def __init__(self) -> None:
+        def made(kind: type[M], name: str, help: str, *more: Any) -> M:
+            return kind(f"quire:{name}", help, *more)
 
-    def __post_init__(self) -> None:
+        # What vLLM has too.
+        self.num_requests_running = made(Gauge, "num_requests_running", "Requests in the running batch.")
+        self.num_requests_waiting = made(Gauge, "num_requests_waiting", "Requests waiting to be admitted.")
+        self.kv_cache_usage = made(
+            Gauge, "kv_cache_usage_perc", "Share of the KV state's pages that are held or pinned; 1 means all."
+        )
+        self.prompt_tokens = made(Counter, "prompt_tokens_total", "Prompt tokens, computed or cached.")
+        self.prompt_tokens_cached = made(
+            Counter, "prompt_tokens_cached_total", "Prompt tokens whose state was found in the prefix cache."
+        )
+        self.prompt_tokens_reused = made(
+            LabelledCounter,
+            "prompt_tokens_reused_total",
+            "Prompt tokens with reused state, by where it was.",
+            "tier",
+            TIERS,
+        )
+        self.reuse_misses = made(
+            LabelledCounter,
+            "reuse_misses_total",
+            "Prompts of which a longer match was known, by why it was not reused.",
+            "reason",
+            [str(miss) for miss in Miss if miss is not Miss.NONE],
+        )
+        self.generation_tokens = made(Counter, "generation_tokens_total", "Tokens generated.")
+        self.num_preemptions = made(
+            Counter, "num_preemptions_total", "Requests put back into the queue because pages ran out."
+        )
+        self.request_success = made(
+            LabelledCounter,
+            "request_success_total",
+            "Requests that ended, by reason.",
+            "finished_reason",
+            FINISH_REASONS,
+        )
+        self.time_to_first_token = made(
+            Histogram,
+            "time_to_first_token_seconds",
+            "From the arrival of a request to its first token.",
+            FIRST_TOKEN_BUCKETS,
+        )
+        self.inter_token_latency = made(
+            Histogram, "inter_token_latency_seconds", "Between successive tokens of a request.", INTER_TOKEN_BUCKETS
+        )
+        self.e2e_request_latency = made(
+            Histogram, "e2e_request_latency_seconds", "From the arrival of a request to its end.", REQUEST_BUCKETS
+        )
+        self.request_queue_time = made(
+            Histogram,
+            "request_queue_time_seconds",
+            "From the arrival of a request to its first admission.",
+            FIRST_TOKEN_BUCKETS,
+        )
+        self.request_prefill_time = made(
+            Histogram,
+            "request_prefill_time_seconds",
+            "From the first admission of a request to its first token.",
+            FIRST_TOKEN_BUCKETS,
+        )
+        self.request_decode_time = made(
+            Histogram,
+            "request_decode_time_seconds",
+            "From the first token of a request to its last.",
+            FIRST_TOKEN_BUCKETS,
+        )
+        self.request_inference_time = made(
+            Histogram,
+            "request_inference_time_seconds",
+            "From the first admission of a request to its last token.",
+            FIRST_TOKEN_BUCKETS,
+        )
+        self.request_prompt_tokens = made(
+            Histogram, "request_prompt_tokens", "Prompt tokens of a request that has ended.", TOKEN_BUCKETS
+        )
+        self.request_generation_tokens = made(
+            Histogram, "request_generation_tokens", "Tokens generated for a request that has ended.", TOKEN_BUCKETS
+        )
+        self.steps = made(
+            LabelledCounter,
+            "steps_total",
+            "Forwards, by whether their work was captured before and launched as a whole.",
+            "path",
+            ("captured", "plain"),
+        )
+        self.exact_windows = made(
+            Counter, "exact_windows_total", "Forwards that verified tokens of exact requests, one request alone."
+        )
+        self.steps_ahead = made(
+            Counter,
+            "steps_ahead_total",
+            "Those of them that were queued before the tokens of the one before were known.",
+        )
+        self.tokens_withdrawn = made(
+            Counter, "tokens_withdrawn_total", "Tokens that such a forward ran of requests that had ended, taken back."
+        )
+        # The state's own verbs.
+        self.forks = made(Counter, "forks_total", "Sequences made by forking.")
+        self.rewinds = made(Counter, "rewinds_total", "Rewinds of sequences.")
+        self.tokens_replayed = made(
+            Counter,
+            "tokens_replayed_total",
+            "Tokens run again to reach a rewound position or the end of a known prefix.",
+        )
+        self.reruns = made(
+            Counter,
+            "reruns_total",
+            "Turns run again in idle time, as the chat template writes them into later prompts.",
+        )
+        self.rerun_tokens = made(Counter, "rerun_tokens_total", "Tokens computed for these.")
+        self.copy_on_write_splits = made(
+            Counter, "copy_on_write_splits_total", "Shared pages copied because one of their owners wrote."
+        )
+        self.checkpoints_kept = made(Gauge, "checkpoints_kept", "Checkpoints of recurrent state held now.")
+        self.checkpoints_used = made(
+            Counter, "checkpoints_used_total", "Forks, rewinds and matches served from a checkpoint of recurrent state."
+        )
+        self.pages_free = made(Gauge, "pages_free", "Free pages of the KV state.")
+        self.pages_evictable = made(
+            Gauge, "pages_evictable", "Pages of finished requests and idle sessions, evicted when others need them."
+        )
+        self.pages_held = made(Gauge, "pages_held", "Pages of requests under way and of the executor's caches.")
+        self.pages_pinned = made(Gauge, "pages_pinned", "Pages of sessions that are pinned or were written into.")
+        self.pages_shared = made(Gauge, "pages_shared", "Pages that belong to more than one sequence now.")
+        self.adapters_loaded = made(Gauge, "adapters_loaded", "LoRA adapters loaded now.")
+        self.adapters_resident = made(Gauge, "adapters_resident", "Of these, on the device now.")
+        self.adapter_transfers = made(
+            Counter, "adapter_transfers_total", "Times that an adapter was brought to the device."
+        )
+        self.state_bytes_saved = made(Counter, "state_bytes_saved_total", "Bytes of state files written.")
+        self.state_bytes_loaded = made(Counter, "state_bytes_loaded_total", "Bytes of state files read.")
+        self.blended_tokens = made(Counter, "blended_tokens_total", "Tokens whose stored state was blended in.")
+        self.recomputed_tokens = made(Counter, "recomputed_tokens_total", "Tokens recomputed while blending.")
+        self.blend_calibrated = made(Gauge, "blend_calibrated", "1 if the model's blending was calibrated.")
+        self.blend_divergence = made(
+            Histogram,
+            "blend_divergence_nats",
+            "KL divergence of the first token's distribution from a full computation's, of blended prompts that were verified.",
+            DIVERGENCE_BUCKETS,
+        )
+        self.drafted_tokens = made(Counter, "drafted_tokens_total", "Tokens proposed by speculation.")
+        self.accepted_tokens = made(Counter, "accepted_tokens_total", "Proposed tokens that were accepted.")
+        self.prompts_handed_over = made(
+            LabelledCounter,
+            "prompts_handed_over_total",
+            "Prompts that another server was asked to compute, by what became of it; lost and refused ones were computed here.",
+            "result",
+            HAND_OVER_RESULTS,
+        )
+        self.tokens_handed_over = made(
+            Counter, "tokens_handed_over_total", "Prompt tokens whose state came from another server."
+        )
+        self.prompts_sent = made(
+            LabelledCounter,
+            "prompts_sent_total",
+            "Prompts that another server has asked for, by what became of it.",
+            "result",
+            HAND_OVER_RESULTS,
+        )
+        self.refusals = made(
+            LabelledCounter,
+            "refusals_total",
+            "Requests to the server that were refused, by error.",
+            "error",
+            REFUSAL_ERRORS,
+        )
         self._share_lock()
 
     def count_drafts(self, drafted: int, accepted: int) -> None:
@@ -485,8 +449,6 @@ class OperationMetrics:
     ``ExecutorStatus``; each has its call's latency, in seconds of device-synchronised execution."""
 
     def __init__(self, max_batch_size: int, *, clock: Callable[[], float] = time.monotonic) -> None:
-        if max_batch_size < 1:
-            raise InvalidArgument(f"max_batch_size must be >= 1, got {max_batch_size}")
         self._max_batch_size = max_batch_size
         self._clock = clock
         self._lock = threading.Lock()
@@ -505,13 +467,6 @@ class OperationMetrics:
         self._record(self._decode, num_sequences, seconds, tokens)
 
     def _record(self, latencies: _Latencies, num_sequences: int, seconds: float, tokens: int) -> None:
-        if num_sequences < 1:
-            raise InvalidArgument(
-                f"num_sequences must be >= 1, got {num_sequences}; a call that ran nothing is no operation"
-            )
-        _check_number("operation", "seconds", seconds, non_negative=True)
-        if tokens < 0:
-            raise InvalidArgument(f"tokens must be >= 0, got {tokens}")
         with self._lock:
             latencies.add(num_sequences, seconds)
             self._busy_seconds += seconds
@@ -532,9 +487,3 @@ class OperationMetrics:
                 throughput_tps=self._tokens / self._busy_seconds if self._busy_seconds else 0.0,
                 batch_utilization=mean_batch / self._max_batch_size,
             )
-
-
-def _check_number(name: str, what: str, value: float, *, non_negative: bool = False) -> None:
-    if not math.isfinite(value) or (non_negative and value < 0):
-        accepted = "a finite number >= 0" if non_negative else "a finite number"
-        raise InvalidArgument(f"{name}: {what} must be {accepted}, got {value}")

@@ -1,17 +1,15 @@
 """Views of one token: probabilities, attention, norms, and the difference of two sequences.
 
 Frozen values of numbers, NumPy arrays and strings, made by ``quire.engine.views``. ``document()``
-is the HTTP form: JSON types, arrays as base64 of little-endian values, null for a number that is
-infinite or unknown. Log-probabilities, entropies and divergences are in nats.
+is the HTTP form. Log-probabilities, entropies and divergences are in nats.
 
 Letters: n positions; H heads.
 """
 
 from __future__ import annotations
 
-import base64
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,28 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.base.display import Pictured
-
-FORMAT = 1
-"""The version of the documents."""
-
-
-def finite_or_none(value: float | None) -> float | None:
-    """Return a number in JSON's range: None if it is not finite."""
-    return None if value is None or not math.isfinite(value) else float(value)
-
-
-def packed_floats(values: NDArray[Any]) -> str:
-    """Return float32 values, in C order, as base64."""
-    return base64.b64encode(np.ascontiguousarray(values, dtype="<f4").tobytes()).decode()
-
-
-def packed_positions(values: NDArray[Any]) -> str:
-    """Return int32 values as base64."""
-    return base64.b64encode(np.ascontiguousarray(values, dtype="<i4").tobytes()).decode()
+from quire.base.documents import Document, View, plain
 
 
 @dataclass(frozen=True, slots=True)
-class TokenChance:
+class TokenChance(Document):
     """The probability of one token at its position."""
 
     id: int
@@ -51,14 +32,12 @@ class TokenChance:
     """1 is the most probable; ties go by lower id."""
 
     def document(self) -> dict[str, Any]:
-        """Return it in JSON types."""
-        probability = math.exp(self.logprob)
-        chance = {"probability": probability, "logprob": finite_or_none(self.logprob), "rank": self.rank}
-        return {"id": self.id, "text": self.text, **chance}
+        """See ``Document``; it has the probability too."""
+        return Document.document(self) | {"probability": math.exp(self.logprob)}
 
 
 @dataclass(frozen=True, slots=True)
-class MaskView:
+class MaskView(Document):
     """The mask of a structured output under which a token was drawn."""
 
     kind: str
@@ -66,13 +45,9 @@ class MaskView:
     allowed: int | None
     """Number of allowed tokens; None: not counted, for example if a greedy token needed no mask."""
 
-    def document(self) -> dict[str, Any]:
-        """Return it in JSON types."""
-        return {"kind": self.kind, "allowed": self.allowed}
-
 
 @dataclass(frozen=True, slots=True)
-class StopView:
+class StopView(Document):
     """The end of a generation before a position, and its reason."""
 
     finish_reason: str
@@ -81,13 +56,9 @@ class StopView:
     start: int
     """Position at which the generation began."""
 
-    def document(self) -> dict[str, Any]:
-        """Return it in JSON types."""
-        return {"finish_reason": self.finish_reason, "stop_reason": self.stop_reason, "start": self.start}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChancesView(Pictured):
+class ChancesView(View, Pictured):
     """The token at a position, and the model's distribution there."""
 
     position: int
@@ -116,29 +87,9 @@ class ChancesView(Pictured):
     stop: StopView | None
     """The end of a generation right before the position; None: none is recorded."""
 
-    def document(self) -> dict[str, Any]:
-        """Return the document of ``/v1/state/token``."""
-        return {
-            "format": FORMAT,
-            "position": self.position,
-            "num_tokens": self.num_tokens,
-            "vocab_size": self.vocab_size,
-            "id": self.id,
-            "text": self.text,
-            "token": None if self.token is None else self.token.document(),
-            "alternatives": [one.document() for one in self.alternatives],
-            "entropy": finite_or_none(self.entropy),
-            "computed": self.computed,
-            "num_run": self.num_run,
-            "exact": self.exact,
-            "generated": self.generated,
-            "mask": None if self.mask is None else self.mask.document(),
-            "stop": None if self.stop is None else self.stop.document(),
-        }
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class AttentionView(Pictured):
+class AttentionView(View, Pictured):
     """The attention of one token at one layer: the weights of its query over all positions up to
     it."""
 
@@ -162,23 +113,11 @@ class AttentionView(Pictured):
 
     def document(self) -> dict[str, Any]:
         """Return the document of ``/v1/state/attention``."""
-        return {
-            "format": FORMAT,
-            "position": self.position,
-            "layer": self.layer,
-            "kind": self.kind,
-            "num_heads": self.num_heads,
-            "heads": list(self.heads),
-            "shape": list(self.weights.shape),
-            "weights": packed_floats(self.weights),
-            "sinks": [float(one) for one in self.sinks],
-            "num_run": self.num_run,
-            "exact": self.exact,
-        }
+        return View.document(self) | {"shape": list(self.weights.shape), "sinks": self.sinks.tolist()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class NormsView(Pictured):
+class NormsView(View, Pictured):
     """Euclidean norms of a layer's state: of rows by position, or of recurrent states."""
 
     layer: int
@@ -193,21 +132,14 @@ class NormsView(Pictured):
 
     def document(self) -> dict[str, Any]:
         """Return the document of ``/v1/state/norms``."""
-        return {
-            "format": FORMAT,
-            "layer": self.layer,
-            "kind": self.kind,
-            "num_tokens": self.num_tokens,
-            "positions": packed_positions(self.positions),
-            "norms": [
-                {"name": name, "shape": list(values.shape), "values": packed_floats(values)}
-                for name, values in self.norms.items()
-            ],
-        }
+        norms = [
+            {"name": name, "shape": list(values.shape), "values": plain(values)} for name, values in self.norms.items()
+        ]
+        return View.document(self) | {"norms": norms}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PartingSide:
+class PartingSide(Document):
     """One side of two sequences at their first difference."""
 
     num_tokens: int
@@ -226,23 +158,9 @@ class PartingSide:
     adapter: str | None
     """The name of the adapter under which its last shared token ran; None: the base model."""
 
-    def document(self) -> dict[str, Any]:
-        """Return it in JSON types."""
-        return {
-            "num_tokens": self.num_tokens,
-            "id": self.id,
-            "text": self.text,
-            "token": None if self.token is None else self.token.document(),
-            "other": None if self.other is None else self.other.document(),
-            "alternatives": [one.document() for one in self.alternatives],
-            "entropy": finite_or_none(self.entropy),
-            "exact": self.exact,
-            "adapter": self.adapter,
-        }
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ComparisonView(Pictured):
+class ComparisonView(View, Pictured):
     """The first difference of two sequences, with both sides' distributions there."""
 
     shared: int
@@ -257,13 +175,6 @@ class ComparisonView(Pictured):
 
     def document(self) -> dict[str, Any]:
         """Return the document of ``/v1/state/compare``."""
-        found: Sequence[float | None] = (None, None) if self.divergences is None else self.divergences
-        return {
-            "format": FORMAT,
-            "shared": self.shared,
-            "a": self.a.document(),
-            "b": self.b.document(),
-            "kl_ab": finite_or_none(found[0]),
-            "kl_ba": finite_or_none(found[1]),
-            "num_run": self.num_run,
-        }
+        found = View.document(self)
+        one, other = found.pop("divergences") or (None, None)
+        return {**found, "kl_ab": one, "kl_ba": other}

@@ -1,13 +1,12 @@
 """Views: readings of a running LLM, of a state file or of a store, as frozen values.
 
-Each has a ``document()``, the answer of an endpoint of ``/v1/state`` and the source of pictures:
-dictionaries, lists, strings and numbers only (``docs/inspector.md``). No torch.
+Each has a ``document()``, the answer of an endpoint of ``/v1/state`` and the source of pictures
+(``docs/inspector.md``). No torch.
 """
 
 from __future__ import annotations
 
-import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -15,9 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.base.display import Pictured
+from quire.base.documents import Document, View, packed
 
-FORMAT = 1
-"""The format of all documents. It is raised when a field changes its meaning or is removed."""
 MOST_TEXT = 80
 """Most characters of ``HistoryNode.head`` and ``tail``."""
 
@@ -31,27 +29,8 @@ NOBODY, SOMEBODY_ELSE = -1, -2
 shown."""
 
 
-def packed(array: NDArray[Any], kind: str) -> str:
-    """Return an array as base64 of little-endian values; ``kind``: "u1", "u2", "i4" or "f4". Values
-    outside of an integer kind are clipped."""
-    if kind[0] in "ui":
-        bounds = np.iinfo(kind)
-        array = np.clip(array, bounds.min, bounds.max)
-    return base64.b64encode(np.ascontiguousarray(array, dtype=f"<{kind}").tobytes()).decode("ascii")
-
-
-def unpacked(text: str, kind: str) -> NDArray[Any]:
-    """Return the array in a text of ``packed``."""
-    return np.frombuffer(base64.b64decode(text), dtype=f"<{kind}")
-
-
-def ranges_of(parts: Sequence[range]) -> list[list[int]]:
-    """Return half-open ranges as pairs."""
-    return [[part.start, part.stop] for part in parts]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldRows:
+class HeldRows(Document):
     """The positions of a branch whose rows are in one pool."""
 
     pool: int
@@ -59,7 +38,7 @@ class HeldRows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BranchView:
+class BranchView(Document):
     """The holder of a sequence, or of the history for one."""
 
     id: str
@@ -91,31 +70,9 @@ class BranchView:
     """The positions of its recurrent states, ascending, the present one included."""
     held: tuple[HeldRows, ...] = ()
 
-    def document(self) -> dict[str, Any]:
-        """See the module."""
-        return {
-            "id": self.id,
-            "kind": self.kind,
-            "name": self.name,
-            "num_tokens": self.num_tokens,
-            "computed": self.computed,
-            "busy": self.busy,
-            "pinned": self.pinned,
-            "modified": self.modified,
-            "exact": self.exact,
-            "adapter": self.adapter,
-            "pages": self.pages,
-            "shared_pages": self.shared_pages,
-            "window": None if self.window is None else list(self.window),
-            "last_commit": self.last_commit,
-            "reachable": ranges_of(self.reachable),
-            "checkpoints": list(self.checkpoints),
-            "held": [{"pool": one.pool, "ranges": ranges_of(one.ranges)} for one in self.held],
-        }
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HistoryNode:
+class HistoryNode(Document):
     """A run of tokens, from ``start`` to ``end``, common to all branches at and below it."""
 
     id: str
@@ -133,40 +90,18 @@ class HistoryNode:
     key: Mapping[str, str | None] | None = None
     """For a root: the key that separates its tree from others, ``adapter`` and ``salt``."""
 
-    def document(self) -> dict[str, Any]:
-        """See the module."""
-        return {
-            "id": self.id,
-            "parent": self.parent,
-            "start": self.start,
-            "end": self.end,
-            "branches": list(self.branches),
-            "head": self.head,
-            "tail": self.tail,
-            "key": None if self.key is None else dict(self.key),
-        }
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HistoryView(Pictured):
+class HistoryView(View, Pictured):
     """All branches as trees over tokens; parents precede their children."""
 
     reading: int
     branches: tuple[BranchView, ...]
     nodes: tuple[HistoryNode, ...]
 
-    def document(self) -> dict[str, Any]:
-        """See the module."""
-        return {
-            "format": FORMAT,
-            "reading": self.reading,
-            "branches": [one.document() for one in self.branches],
-            "nodes": [one.document() for one in self.nodes],
-        }
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShownToken:
+class ShownToken(Document):
     """One token of a branch."""
 
     position: int
@@ -175,13 +110,9 @@ class ShownToken:
     text: str | None
     """None without a tokenizer, and for an embedding."""
 
-    def document(self) -> dict[str, Any]:
-        """See the module."""
-        return {"position": self.position, "id": self.id, "text": self.text}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TextView:
+class TextView(View):
     """Tokens of one branch."""
 
     branch: str
@@ -189,18 +120,9 @@ class TextView:
     """Number of tokens of the whole branch."""
     tokens: tuple[ShownToken, ...]
 
-    def document(self) -> dict[str, Any]:
-        """See the module."""
-        return {
-            "format": FORMAT,
-            "branch": self.branch,
-            "num_tokens": self.num_tokens,
-            "tokens": [one.document() for one in self.tokens],
-        }
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PoolView(Pictured):
+class PoolView(View, Pictured):
     """The pages of one pool. All arrays are ``[pages]``."""
 
     reading: int
@@ -225,24 +147,14 @@ class PoolView(Pictured):
         return dict(zip(OWNER_NAMES, found.tolist(), strict=True))
 
     def document(self) -> dict[str, Any]:
-        """See the module."""
-        return {
-            "format": FORMAT,
-            "reading": self.reading,
-            "pool": self.pool,
-            "num_pages": self.references.size,
-            "references": packed(self.references, "u2"),
-            "owner": packed(self.owner, "u1"),
-            "holder": packed(self.holder, "i4"),
-            "position": packed(self.position, "i4"),
-            "eviction": packed(self.eviction, "i4"),
-            "branches": list(self.branches),
-            "counts": self.counts,
-        }
+        """See ``Document``; it has the numbers too."""
+        references = packed(self.references, "u2")
+        more = {"num_pages": self.references.size, "references": references, "counts": self.counts}
+        return View.document(self) | more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class BranchPagesView:
+class BranchPagesView(View):
     """The pages of one branch in one pool, in the order of their positions: arrays ``[pages]``."""
 
     reading: int
@@ -253,20 +165,9 @@ class BranchPagesView:
     positions: NDArray[np.int64]
     """Positions of the pages' first slots, or of recurrent states."""
 
-    def document(self) -> dict[str, Any]:
-        """See the module."""
-        return {
-            "format": FORMAT,
-            "reading": self.reading,
-            "pool": self.pool,
-            "branch": self.branch,
-            "pages": packed(self.pages, "i4"),
-            "positions": packed(self.positions, "i4"),
-        }
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PageHolder:
+class PageHolder(Document):
     """One reference to a page by a branch."""
 
     branch: str
@@ -277,13 +178,9 @@ class PageHolder:
     role: str | None = None
     """For a recurrent state: "present", "checkpoint", "ring" or "node"."""
 
-    def document(self) -> dict[str, Any]:
-        """See the module."""
-        return {"branch": self.branch, "start": self.start, "stop": self.stop, "role": self.role}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PageView:
+class PageView(View):
     """One page."""
 
     reading: int
@@ -299,24 +196,9 @@ class PageView:
     """The tokens of its rows, from the first holder; for a recurrent state the last ones before it.
     Rows of encoders have none."""
 
-    def document(self) -> dict[str, Any]:
-        """See the module."""
-        return {
-            "format": FORMAT,
-            "reading": self.reading,
-            "pool": self.pool,
-            "page": self.page,
-            "references": self.references,
-            "owner": self.owner,
-            "eviction": self.eviction,
-            "holders": [one.document() for one in self.holders],
-            "others": self.others,
-            "tokens": [one.document() for one in self.tokens],
-        }
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TierView:
+class TierView(Document):
     """One tier outside of the pool."""
 
     kind: str
@@ -335,32 +217,20 @@ class TierView:
     """Seconds for which it is skipped, because it failed."""
 
     def document(self) -> dict[str, Any]:
-        """See the module."""
-        return {
-            "kind": self.kind,
-            "label": self.label,
-            "durable": self.durable,
-            "objects": self.objects,
-            "bytes": self.num_bytes,
-            "capacity": self.capacity,
-            "pinned": self.pinned,
-            "resting": self.resting,
-        }
+        """See ``Document``; ``num_bytes`` is called ``bytes``."""
+        found = Document.document(self)
+        return {**found, "bytes": found.pop("num_bytes")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TiersView:
+class TiersView(View):
     """All tiers, the nearest first."""
 
     tiers: tuple[TierView, ...]
 
-    def document(self) -> dict[str, Any]:
-        """See the module."""
-        return {"format": FORMAT, "tiers": [one.document() for one in self.tiers]}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PoolSummary:
+class PoolSummary(Document):
     """A pool in the overview."""
 
     kind: Literal["tokens", "encoder", "states"]
@@ -373,21 +243,9 @@ class PoolSummary:
     counts: Mapping[str, int]
     """Numbers of pages by owner."""
 
-    def document(self) -> dict[str, Any]:
-        """See the module."""
-        return {
-            "kind": self.kind,
-            "layers": list(self.layers),
-            "window": self.window,
-            "num_pages": self.num_pages,
-            "page_tokens": self.page_tokens,
-            "page_bytes": self.page_bytes,
-            "counts": dict(self.counts),
-        }
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OverviewView:
+class OverviewView(View):
     """A model, its memory, and how busy it is."""
 
     source: Source
@@ -414,26 +272,6 @@ class OverviewView:
     keys: bool = False
     """Whether other users' branches are hidden."""
     versions: Mapping[str, str] = field(default_factory=dict)
-
-    def document(self) -> dict[str, Any]:
-        """See the module."""
-        return {
-            "format": FORMAT,
-            "source": self.source,
-            "reading": self.reading,
-            "time": self.time,
-            "model": dict(self.model),
-            "layers": [dict(one) for one in self.layers],
-            "pools": [one.document() for one in self.pools],
-            "tiers": list(self.tiers),
-            "use": dict(self.use),
-            "requests": dict(self.requests),
-            "branches": dict(self.branches),
-            "started": self.started,
-            "allow_edits": self.allow_edits,
-            "keys": self.keys,
-            "versions": dict(self.versions),
-        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,7 +141,6 @@ def make_engine(
         blending=blending,
         blend_runs=blend_runs,
         prefix_pins=prefix_pins,
-        grammars=grammars,
         timeline=timeline,
         metrics=metrics,
         exact=exact,

@@ -207,8 +207,6 @@ class Output:
     sampler: RequestSampler | None = None
     detokenizer: IncrementalDetokenizer | None = None
     matcher: GrammarMatcher | None = None
-    awaits_mask: bool = False
-    """Whether it takes part in a step only while ``matcher`` has its next mask."""
     mask_counts: list[int] = field(default_factory=list)
     """With a matcher: how many tokens the mask of each output token allowed, or ``UNCOUNTED``."""
     token_ids: list[int] = field(default_factory=list)
@@ -279,17 +277,10 @@ class Request:
         return final_length(asked.num_prompt, params.max_tokens, asked.limit)
 
     @property
-    def masked(self) -> bool:
-        """Whether its next mask is being made."""
-        output = self.output
-        return output.awaits_mask and output.matcher is not None and not output.matcher.ready
-
-    @property
     def ready(self) -> bool:
-        """Whether it can take part in a step. It cannot while its mask is being made, or while
-        tiers have not answered."""
+        """Whether it can take part in a step. It cannot while tiers have not answered."""
         question = self.seat.question
-        return (question is None or question.is_answered) and not (self.output.awaits_mask and self.masked)
+        return question is None or question.is_answered
 
     @property
     def order(self) -> tuple[int, int]:

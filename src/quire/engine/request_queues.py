@@ -109,13 +109,8 @@ class RequestQueues:
     # -- places ------------------------------------------------------------------------------------
 
     def taken(self) -> Counter[str]:
-        """Return the number of places of each key. Requests for which something is made take none,
-        and guesses have those of their requests."""
-        return Counter(
-            one.asked.owner
-            for one in self.running
-            if not one.asked.guesses and (not one.output.awaits_mask or not one.masked)
-        )
+        """Return the number of places of each key. Guesses have those of their requests."""
+        return Counter(one.asked.owner for one in self.running if not one.asked.guesses)
 
     @property
     def seated(self) -> int:
@@ -131,11 +126,6 @@ class RequestQueues:
     def _has_one_key(self) -> bool:
         """Return whether at most one key waits, and all that run are of it."""
         return len(self._waiting_of) < 2 and all(one.asked.owner in self._waiting_of for one in self.running)
-
-    @property
-    def held_up(self) -> list[Request]:
-        """Return the requests for which something is being made."""
-        return [one for one in (*self.running, *self.waiting) if one.masked]
 
     def places(self) -> dict[str, int]:
         """Return the number of places due to each key."""

@@ -147,8 +147,6 @@ class Requests:
             return
         branch, output = request.branch, request.output
         self.in_flight.withdraw(request)
-        if output.matcher is not None:
-            output.matcher.drop()
         output.finished_at = time.monotonic()
         if request is self.yielding:
             self.yielding = None

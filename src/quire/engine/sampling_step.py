@@ -16,7 +16,6 @@ from quire.base.outputs import FinishReason
 from quire.base.sampling_params import SamplingParams
 from quire.engine.request import Output, Request
 from quire.grammars.grammars import Grammars, RowGrammars
-from quire.grammars.matcher import GrammarMatcher
 from quire.sampling.draws import Draws
 from quire.sampling.filters import DrawKernel
 from quire.sampling.sampled_tokens import SampledTokens, TokenLogprobs
@@ -219,7 +218,7 @@ class SamplingStep:
                 return
         if matcher is not None:
             try:
-                seconds = matcher.accept(token)
+                matcher.accept(token)
             except QuireError as error:
                 self.ends.fail(request, error)
                 return
@@ -230,18 +229,6 @@ class SamplingStep:
             self.ends.finish(request, "length")
         elif len(request.branch.tokens) >= request.asked.limit:
             self.ends.finish(request, "length", "context")
-        elif matcher is not None:
-            self._make_ahead(output, matcher, seconds)
-
-    def _make_ahead(self, output: Output, matcher: GrammarMatcher, seconds: float) -> None:
-        """Let a request with a slow grammar wait for its mask; its token took ``seconds``."""
-        if not matcher.slow or self.grammars is None:
-            output.awaits_mask = False
-            return
-        self.grammars.slow.spent(seconds)
-        # First: an interrupt must leave no request that continues while its mask is being made.
-        output.awaits_mask = True
-        self.grammars.make_ahead(matcher)
 
     @staticmethod
     def _add_text(output: Output, token: int) -> None:

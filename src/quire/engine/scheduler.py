@@ -250,8 +250,6 @@ class Scheduler:
         if request.asked.guesses:
             self.queues.remove(request)
             self._free(request)
-            if request.output.matcher is not None:
-                request.output.matcher.drop()
             request.seat.status, request.output.finish_reason = Status.FINISHED, "cancelled"
             return
         if not keeps:

@@ -49,7 +49,6 @@ from quire.engine.sampling_step import Drawing, SamplingStep
 from quire.engine.scheduler import Scheduler
 from quire.engine.step_builder import ScheduledStep
 from quire.engine.timeline import StepMark, Timeline
-from quire.grammars.grammars import Grammars
 from quire.runner.local import Runner, StepOutput
 from quire.sampling.filters import take_rows, uploaded_rows
 from quire.sampling.sampled_tokens import SampledTokens
@@ -80,7 +79,6 @@ class EngineSteps:
     blending: Blending
     blend_runs: BlendRuns
     prefix_pins: PrefixPins
-    grammars: Grammars | None
     timeline: Timeline
     metrics: EngineMetrics
     exact: ExactWindows
@@ -136,11 +134,6 @@ class EngineSteps:
         if scheduled is None:
             return
         idle = not scheduled.step.chunks and not changed
-        if self.grammars is not None:
-            # Slow grammars rest if there are other requests.
-            self.grammars.slow.shared = any(not one.output.awaits_mask for one in scheduled.requests)
-            if idle and (held_up := self.scheduler.queues.held_up):
-                self.grammars.slow.wait(lambda: any(one.ready for one in held_up))
         if idle:
             # Tiers are asked; they answer, or their time is over.
             questions = [one.seat.question for one in list(self.scheduler.waiting)]

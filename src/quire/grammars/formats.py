@@ -25,7 +25,7 @@ JSON_SPACE = r"[ \t]{1,8}|(\r?\n){1,2}[ \t]{0,40}"
 MASK_ITEMS = 50_000
 """Items of the parser for a mask or token: llguidance's limit. 5,000 would refuse objects of 400
 optional properties, whose masks take 1 ms, and not help with ambiguous grammars, whose items take a
-hundred times longer (``slow_masks``)."""
+hundred times longer (``matcher``)."""
 
 NO_TOKEN = "no token of the vocabulary continues the text"
 """The one reason for a matcher's end that is no limit."""

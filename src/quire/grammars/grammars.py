@@ -12,8 +12,7 @@ sees exactly the text that a user gets. Two things are our own:
 Large grammars (long ones, and those that may cost more than they show) are tried in a child process
 before they are compiled here (``trial``). A request waits for no other's grammar, only for
 its turn among large ones, and few may wait for that. A matcher follows the emitted tokens of one
-generation, independently of KV state. Masks of slow ones are made beside the engine
-(``slow_masks``).
+generation, independently of KV state.
 
 Letters: M matchers; B words of a mask (``quire.sampling.filters``).
 """
@@ -28,18 +27,14 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from quire.base.errors import InvalidArgument, QuireError, Unsupported
 from quire.base.sampling_params import StructuredOutputs
-from quire.grammars import slow_masks
 from quire.grammars.formats import NO_TOKEN, compiled, field_of, given, grammar_text
 from quire.grammars.matcher import GrammarMatcher
-from quire.grammars.slow_masks import SlowMasks
 from quire.grammars.trial import GrammarsBusy, GrammarTrial, Seats, must_be_tried
 from quire.sampling.filters import Words, num_words
 from quire.sampling.generations import UNCOUNTED
@@ -61,6 +56,9 @@ MAX_HELD_MEMORY = 1 << 30
 
 MAX_THREADS = 16
 """Threads that make masks."""
+
+DOUBTFUL_SECONDS = 0.1
+"""Seconds of the masks of a step, after which those of the next one are timed one by one."""
 
 MAX_REFUSED = 64
 """Refusals of large grammars that an engine keeps, the least recently used going first."""
@@ -89,8 +87,8 @@ class RowGrammars:
     def accepts(self, row: int, token: int) -> bool:
         matcher = self.inners[row]
         matcher.over = False
-        # Only the mask knows whether a text may end, and that of a slow grammar is there.
-        return not matcher.slow and token not in self._ends[row] and matcher.accepts(token)
+        # Only the mask knows whether a text may end.
+        return token not in self._ends[row] and matcher.accepts(token)
 
     def masks(self, rows: Sequence[int]) -> Mapping[int, Words]:
         found = self._grammars.allowed({row: self.inners[row] for row in rows}, self._ends)
@@ -113,10 +111,8 @@ class Grammars:
         others up."""
         self._threads = min(MAX_THREADS, os.cpu_count() or 1) if threads else 1
         self._executor: LLExecutor | None = None
-        self._pool: ThreadPoolExecutor | None = None
         self._doubtful = False
         """Whether the masks of a step took so long that one of them may be slow."""
-        self.slow = SlowMasks(self._threads)
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._lock = threading.Lock()
@@ -131,7 +127,6 @@ class Grammars:
         forgotten."""
         self._refused: OrderedDict[StructuredOutputs, tuple[str, float]] = OrderedDict()
         """Why large grammars were refused, and until when that holds."""
-        self._compiling: dict[StructuredOutputs, _Compiling] = {}
         self._seats = Seats()
         self._turn = threading.Lock()
         self._trial: GrammarTrial | None = None
@@ -144,8 +139,7 @@ class Grammars:
         here."""
         self._lock, self._setting_up, self._turn = threading.Lock(), threading.Lock(), threading.Lock()
         self._seats = Seats()
-        self._compiling = {}
-        self._executor, self._pool, self.slow = None, None, SlowMasks(self._threads)
+        self._executor = None
 
     def check(self, wanted: StructuredOutputs) -> None:
         """Raise ``InvalidArgument`` with llguidance's words for an invalid grammar, one without a
@@ -162,7 +156,6 @@ class Grammars:
 
     def close(self) -> None:
         """End the child process, if there is one. Large grammars are not compiled any more."""
-        self.slow.close()
         with self._setting_up:
             if self._trial is not None:
                 self._trial.close()
@@ -178,28 +171,12 @@ class Grammars:
         found = self._known(wanted)
         if found is not None:
             return found
-        large = must_be_tried(wanted)
-        with self._seats.one() if large else nullcontext():
-            while found is None:
-                mine = _Compiling()
-                try:
-                    with self._lock:
-                        first = self._compiling.get(wanted)
-                        if first is None or first.ended:
-                            first = self._compiling[wanted] = mine
-                    if first is mine:
-                        # It may have been compiled since the search.
-                        return self._known(wanted) or self._keep(wanted, large)
-                finally:
-                    # An interrupt may come between any two of these; the first says enough.
-                    mine.over = True
-                    mine.event.set()
-                    with self._lock:
-                        if self._compiling.get(wanted) is mine:
-                            del self._compiling[wanted]
-                first.wait()
-                found = self._known(wanted)
-        return found
+        if not must_be_tried(wanted):
+            return self._keep(wanted, large=False)
+        # One after the other, so that they take no more than one core from the model.
+        with self._seats.one(), self._turn:
+            # It may have been compiled since the search.
+            return self._known(wanted) or self._keep(wanted, large=True)
 
     def _known(self, wanted: StructuredOutputs) -> LLMatcher | None:
         """Return a compiled grammar or None. ``InvalidArgument`` if it was refused."""
@@ -221,7 +198,7 @@ class Grammars:
             self._held[id(wanted)] = matcher, self._sizes.get(wanted, 0)
             weakref.finalize(wanted, self._held.pop, id(wanted), None).atexit = False
 
-    def _keep(self, wanted: StructuredOutputs, large: bool) -> LLMatcher:
+    def _keep(self, wanted: StructuredOutputs, *, large: bool) -> LLMatcher:
         """Compile it, and remember what came of it."""
         if large:
             with self._lock:
@@ -259,11 +236,9 @@ class Grammars:
         vocabulary = self._llguidance()
         size = 0
         if self._trial is not None and must_be_tried(wanted):
-            # One after the other, so that they take no more than one core from the model.
-            with self._turn:
-                text = self._trial.text(wanted)
-                size = self._trial.kept
-                matcher = compiled(wanted, text, vocabulary)
+            text = self._trial.text(wanted)
+            size = self._trial.kept
+            matcher = compiled(wanted, text, vocabulary)
         else:
             matcher = compiled(wanted, grammar_text(wanted), vocabulary)
         for warning in matcher.get_grammar_warnings():
@@ -298,13 +273,7 @@ class Grammars:
         the text."""
         last = self._vocab_size
         masks_MB = np.zeros((len(matchers), num_words(last + 1)), dtype=np.uint32)
-        to_fill: list[tuple[GrammarMatcher, int]] = []
-        for row, matcher in enumerate(matchers.values()):
-            if (made := matcher.made_ahead()) is None:
-                to_fill.append((matcher, row))
-            else:
-                masks_MB[row] = made
-        self._fill(masks_MB, to_fill)
+        self._fill(masks_MB, list(matchers.values()))
         found: dict[int, Words] = {}
         for words_B, (key, matcher) in zip(masks_MB, matchers.items(), strict=True):
             # The bit is also set where the parser cannot continue at all.
@@ -317,41 +286,23 @@ class Grammars:
             found[key] = words_B[: num_words(last)]
         return found
 
-    def _fill(self, masks_MB: Words, to_fill: Sequence[tuple[GrammarMatcher, int]]) -> None:
+    def _fill(self, masks_MB: Words, matchers: Sequence[GrammarMatcher]) -> None:
         """Make masks, each in its row."""
-        if len(to_fill) < 2 or self._threads == 1:
-            for matcher, row in to_fill:
-                matcher.fill(masks_MB, row)
-        elif self._doubtful:
+        if len(matchers) < 2 or self._threads == 1 or self._doubtful:
             self._doubtful = False
-            self._fill_timed(masks_MB, to_fill)
-        else:
-            from llguidance import LLExecutor
-            from llguidance.numpy import fill_next_token_bitmask_par
-
-            if self._executor is None:
-                self._executor = LLExecutor()
-            started = time.perf_counter()
-            rows = [(matcher.inner, row) for matcher, row in to_fill]
-            fill_next_token_bitmask_par(self._executor, rows, masks_MB.view(np.int32))
-            # Quicker than threads of ours, but it does not tell whose mask took long. The next call
-            # does.
-            self._doubtful = time.perf_counter() - started > slow_masks.SLOW_SECONDS
-
-    def _fill_timed(self, masks_MB: Words, to_fill: Sequence[tuple[GrammarMatcher, int]]) -> None:
-        """Do as ``_fill``, and time each."""
-
-        def fill(first: int) -> None:
-            for matcher, row in to_fill[first :: self._threads]:
+            for row, matcher in enumerate(matchers):
                 matcher.fill(masks_MB, row)
+            return
+        from llguidance import LLExecutor
+        from llguidance.numpy import fill_next_token_bitmask_par
 
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="quire-grammars")
-        list(self._pool.map(fill, range(min(self._threads, len(to_fill)))))
-
-    def make_ahead(self, matcher: GrammarMatcher) -> None:
-        """Have the next mask of a slow grammar made beside the engine."""
-        matcher.make_ahead(self.slow, num_words(self._vocab_size + 1))
+        if self._executor is None:
+            self._executor = LLExecutor()
+        started = time.perf_counter()
+        rows = [(matcher.inner, row) for row, matcher in enumerate(matchers)]
+        fill_next_token_bitmask_par(self._executor, rows, masks_MB.view(np.int32))
+        # This does not tell whose mask took long. The next call does.
+        self._doubtful = time.perf_counter() - started > DOUBTFUL_SECONDS
 
     def _end_bits(self, ends: tuple[int, ...]) -> tuple[Words, Words]:
         """Return the mask without ending tokens and the end bit; and these tokens alone."""
@@ -379,25 +330,6 @@ class Grammars:
             plain = (token for token in ids if token not in table.special_ids and table.piece(token).isalnum())
             self._inside = tuple([token] if (token := next(plain, None)) is not None else [])
         return [*self._inside, *prompt]
-
-
-class _Compiling:
-    """A grammar that a thread is compiling. Other threads wait for it."""
-
-    def __init__(self) -> None:
-        self.over = False
-        """Well or not. Beside ``event``, since nothing can interrupt its setting."""
-        self.event = threading.Event()
-        self._thread = threading.current_thread()
-
-    @property
-    def ended(self) -> bool:
-        return self.over or not self._thread.is_alive()
-
-    def wait(self) -> None:
-        """Wait until it is over. Check once a second whether its thread is gone."""
-        while not self.ended:
-            self.event.wait(1.0)
 
 
 _GRAMMARS: weakref.WeakSet[Grammars] = weakref.WeakSet()

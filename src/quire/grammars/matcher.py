@@ -1,5 +1,10 @@
 """The position of one generation's text in its grammar: a timed matcher of llguidance.
 
+A mask or a token of a usual grammar takes well under a millisecond. A grammar that can read one
+text in many ways (``s: s s | s s s | "x"``) takes half a second for each mask, while others wait,
+and llguidance's limits do not tell it from a wide grammar, whose masks have as many items and take
+a millisecond. So the time of each text's grammar is measured, and has a limit.
+
 Letters: M matchers; B words of a mask (``quire.sampling.filters``).
 """
 
@@ -12,9 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from quire.base.errors import QuireError, ResourceExhausted
-from quire.grammars import slow_masks
 from quire.grammars.formats import reason_of
-from quire.grammars.slow_masks import Coming, SlowMasks
 from quire.sampling.filters import Words
 
 if TYPE_CHECKING:
@@ -22,6 +25,12 @@ if TYPE_CHECKING:
 
 GRAMMAR_ENDED = "structured_outputs: the grammar cannot go on from here: "
 """How an error begins that ends a generation because of what its grammar is."""
+
+USUAL_SECONDS = 0.02
+"""Seconds of a core for a token of a grammar, its mask and taking it in, that do not count."""
+
+MAX_SECONDS = 5.0
+"""Seconds beyond these that the grammar of a generation may take."""
 
 
 class GrammarMatcher:
@@ -32,26 +41,30 @@ class GrammarMatcher:
         """llguidance's."""
         self.over = False
         """Whether, at the last mask, the text could end and nothing could be added to it."""
-        self.slow = False
-        """Whether its last token took so long that the next mask is made beside the engine."""
         self._seconds = 0.0
         """Of a core, since the last token."""
-        self._coming: Coming[Words] | None = None
+        self._excess = 0.0
+        """Seconds that count."""
 
     def fork(self) -> GrammarMatcher:
         """Return a matcher at the same place."""
-        return GrammarMatcher(self.inner.deep_copy())
+        copy = GrammarMatcher(self.inner.deep_copy())
+        copy._excess = self._excess
+        return copy
 
-    def accept(self, token: int) -> float:
-        """Take in a ``token`` that joined the text and did not end it; return seconds of a core.
-        ``ResourceExhausted`` if the grammar has stopped: only beyond limits on a parser's size."""
+    def accept(self, token: int) -> None:
+        """Take in a ``token`` that joined the text and did not end it. ``ResourceExhausted`` if the
+        grammar has stopped, only beyond limits on a parser's size, or has taken too long."""
         started = time.thread_time()
         going_on = self.inner.consume_token(token)
-        seconds = time.thread_time() - started
-        self.slow, self._seconds = self._seconds + seconds > slow_masks.SLOW_SECONDS, 0.0
+        seconds, self._seconds = self._seconds + time.thread_time() - started, 0.0
+        self._excess += max(0.0, seconds - USUAL_SECONDS)
         if not going_on:
             raise self.problem() or QuireError(f"structured_outputs: token {token} does not continue the text")
-        return seconds
+        if self._excess > MAX_SECONDS:
+            raise ResourceExhausted(
+                f"{GRAMMAR_ENDED}its masks took more than {MAX_SECONDS:g} s; let it read a text in fewer ways"
+            )
 
     def accepts(self, token: int) -> bool:
         """Return whether ``token`` continues the text, in a hundredth of a mask's time."""
@@ -69,50 +82,19 @@ class GrammarMatcher:
 
     def forced_text(self) -> str:
         """Return the text that must come next, as far as whole characters are certain; "" if there
-        is a choice, or if the grammar is slow."""
-        if self.slow or not self.ready:
-            return ""
+        is a choice."""
         started = time.thread_time()
         text: str = self.inner.compute_ff_bytes().decode("utf-8", errors="ignore")
         self._seconds += time.thread_time() - started
         return text
 
-    @property
-    def ready(self) -> bool:
-        """Return whether a mask can be had without waiting for its computation."""
-        return self._coming is None or self._coming.ready
-
-    def make_ahead(self, masks: SlowMasks, num_words: int) -> None:
-        """Have the next mask made beside the engine; ask nothing else before it is ``ready``."""
-
-        def make() -> Words:
-            mask_MB: Words = np.zeros((1, num_words), dtype=np.uint32)
-            masks.spent(self.fill(mask_MB, 0), beside=True)
-            mask_B: Words = mask_MB[0]
-            return mask_B
-
-        self._coming = Coming(make)
-        masks.start(self._coming)
-
-    def drop(self) -> None:
-        """Drop the mask that is being made or waits for its turn."""
-        if self._coming is not None:
-            self._coming.drop()
-
-    def made_ahead(self) -> Words | None:
-        """Return the mask that was made beside the engine, once; None if none was."""
-        coming, self._coming = self._coming, None
-        return None if coming is None else coming.result()
-
-    def fill(self, masks_MB: Words, row: int) -> float:
-        """Make the mask, in a row of ``masks_MB``. Returns the seconds of a core that this took."""
+    def fill(self, masks_MB: Words, row: int) -> None:
+        """Make the mask, in a row of ``masks_MB``."""
         from llguidance.numpy import fill_next_token_bitmask
 
         started = time.thread_time()
         fill_next_token_bitmask(self.inner, masks_MB.view(np.int32), row)
-        seconds = time.thread_time() - started
-        self._seconds += seconds
-        return seconds
+        self._seconds += time.thread_time() - started
 
     @property
     def accepting(self) -> bool:

@@ -40,20 +40,14 @@ def triton_problem(device: torch.device) -> str:
         return "the Triton kernels need the package triton, which comes with PyTorch for CUDA"
     if device.type == "cpu" and interpreted():
         return ""
-    return cuda_problem("Triton", device)
-
-
-def cuda_problem(whose: str, device: torch.device) -> str:
-    """Return the reason why the kernels of ``whose`` package cannot run on a device; "" if they
-    can."""
     if device.type != "cuda":
-        return f"the {whose} kernels run on CUDA devices; the state is on {device}"
+        return f"the Triton kernels run on CUDA devices; the state is on {device}"
     if not torch.cuda.is_available():
-        return f"the {whose} kernels run on CUDA devices, and there is none"
+        return "the Triton kernels run on CUDA devices, and there is none"
     capability = torch.cuda.get_device_capability(device)
     if capability < LEAST_CAPABILITY:
         needed = ".".join(map(str, LEAST_CAPABILITY))
-        return f"the {whose} kernels need compute capability {needed}; {device} has {capability[0]}.{capability[1]}"
+        return f"the Triton kernels need compute capability {needed}; {device} has {capability[0]}.{capability[1]}"
     return ""
 
 

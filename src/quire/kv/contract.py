@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from quire.base.interrupts import uninterrupted
 from quire.base.signatures import checked
@@ -36,6 +36,11 @@ def verb(function: Callable[Concatenate[State, P], R]) -> Callable[Concatenate[C
 def change(function: Callable[Concatenate[State, P], R]) -> Callable[Concatenate[ContractState, P], R]:
     """Return a verb that signals do not interrupt."""
     return uninterrupted(verb(function))
+
+
+def fact(name: str) -> Any:
+    """Return a property with the value that the state has."""
+    return property(lambda face: getattr(face.state, name))
 
 
 class ContractState:
@@ -114,69 +119,30 @@ class ContractState:
 
     # -- layers ------------------------------------------------------------------------------------
 
-    @property
-    def recurrent_ids(self) -> tuple[int, ...]:
-        return self.state.recurrent_ids
-
+    recurrent_ids: tuple[int, ...] = fact("recurrent_ids")
     layer_spec = verb(State.layer_spec)
     own_spec = verb(State.own_spec)
-
-    @property
-    def geometry(self) -> StateGeometry:
-        return self.state.geometry
-
+    geometry: StateGeometry = fact("geometry")
     unfused_layers = verb(State.unfused_layers)
-
-    @property
-    def forgets(self) -> bool:
-        return self.state.forgets
-
-    @property
-    def endless(self) -> bool:
-        return self.state.endless
+    forgets: bool = fact("forgets")
+    endless: bool = fact("endless")
 
     # -- sizes -------------------------------------------------------------------------------------
 
-    @property
-    def num_bytes(self) -> int:
-        return self.state.num_bytes
-
-    @property
-    def num_pages(self) -> int:
-        return self.state.num_pages
-
-    @property
-    def num_used_pages(self) -> int:
-        return self.state.num_used_pages
-
-    @property
-    def num_used_bytes(self) -> int:
-        return self.state.num_used_bytes
-
-    @property
-    def num_splits(self) -> int:
-        return self.state.num_splits
-
-    @property
-    def capacity(self) -> int | None:
-        return self.state.capacity
-
+    num_bytes: int = fact("num_bytes")
+    num_pages: int = fact("num_pages")
+    num_used_pages: int = fact("num_used_pages")
+    num_used_bytes: int = fact("num_used_bytes")
+    num_splits: int = fact("num_splits")
+    capacity: int | None = fact("capacity")
     pool_sizes = verb(State.pool_sizes)
-
-    @property
-    def pool_facts(self) -> tuple[PoolFacts, ...]:
-        return self.state.pool_facts
-
+    pool_facts: tuple[PoolFacts, ...] = fact("pool_facts")
     page_references = verb(State.page_references)
 
     # -- holdings of sequences ---------------------------------------------------------------------
 
     empty = verb(State.empty)
-
-    @property
-    def forward_is_open(self) -> bool:
-        return self.state.forward_is_open
-
+    forward_is_open: bool = fact("forward_is_open")
     has_sequence = verb(State.has_sequence)
     sequence_ids = verb(State.sequence_ids)
     sequence_length = verb(State.sequence_length)
@@ -207,19 +173,9 @@ class ContractState:
     pages_at_most = verb(State.pages_at_most)
     largest_step = verb(State.largest_step)
     states_freed = verb(State.states_freed)
-
-    @property
-    def num_available_states(self) -> int:
-        return self.state.num_available_states
-
-    @property
-    def num_free_states(self) -> int:
-        return self.state.num_free_states
-
-    @property
-    def num_checkpoints(self) -> int:
-        return self.state.num_checkpoints
-
+    num_available_states: int = fact("num_available_states")
+    num_free_states: int = fact("num_free_states")
+    num_checkpoints: int = fact("num_checkpoints")
     spare_states = verb(State.spare_states)
 
     # -- attention in a forward --------------------------------------------------------------------

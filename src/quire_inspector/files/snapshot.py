@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.base.documents import FORMAT
 from quire.base.errors import NotFound
 from quire.contracts.token_views import ComparisonView, NormsView, PartingSide
 from quire.contracts.views import (
-    FORMAT,
     NOBODY,
     OWNER_NAMES,
     BranchPagesView,

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Mapping
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
-from quire.contracts.views import FORMAT
+from quire.base.documents import FORMAT
 from quire.llm import LLM
 from quire.server.http.context import Context
 from quire.server.http.events import Chunk

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +27,7 @@ class BranchList:
         found = []
         for branch, view in zip(self.reading.branches, self._views, strict=True):
             if viewer.sees(branch):
-                found.append((branch, _called(view, viewer.id_of(branch))))
+                found.append((branch, replace(view, id=viewer.id_of(branch))))
         return found
 
     def kinds(self) -> dict[str, int]:
@@ -35,25 +36,16 @@ class BranchList:
 
     def _view(self, branch: ReadBranch) -> BranchView:
         pages = self.reading.pages_of(branch)
-        place = None if branch.seq is None else self.reading.places[branch.seq]
-        return BranchView(
-            id=branch.id,
-            kind=branch.kind,
-            name=branch.name,
-            num_tokens=branch.length,
-            computed=branch.computed,
-            busy=branch.busy,
-            pinned=branch.pinned,
-            modified=branch.modified,
-            exact=branch.exact,
-            adapter=branch.adapter,
-            pages=0 if place is None else int(self._pages[place]),
-            shared_pages=0 if place is None else int(self._shared[place]),
-            window=branch.window,
-            last_commit=branch.last_commit,
-            reachable=() if pages is None else pages.reachable,
-            checkpoints=() if pages is None else _standing(pages),
-            held=() if pages is None else _held(pages),
+        if pages is None or branch.seq is None:
+            return shown_unread(branch)
+        place = self.reading.places[branch.seq]
+        return replace(
+            shown_unread(branch),
+            pages=int(self._pages[place]),
+            shared_pages=int(self._shared[place]),
+            reachable=pages.reachable,
+            checkpoints=_standing(pages),
+            held=_held(pages),
         )
 
 
@@ -61,26 +53,13 @@ def _held(pages: SequencePages) -> tuple[HeldRows, ...]:
     return tuple(HeldRows(pool=pool, ranges=ranges) for pool, ranges in enumerate(pages.held))
 
 
+SAME = ("id", "kind", "name", "computed", "busy", "pinned", "modified", "exact", "adapter", "window", "last_commit")
+"""Fields of a view that the branch has under the same names."""
+
+
 def shown_unread(branch: ReadBranch) -> BranchView:
-    """Return a branch of which nothing is in the pool, as a commit."""
-    return BranchView(
-        id=branch.id,
-        kind=branch.kind,
-        name=branch.name,
-        num_tokens=branch.length,
-        computed=0,
-        modified=branch.modified,
-        adapter=branch.adapter,
-        window=branch.window,
-        last_commit=branch.last_commit,
-    )
-
-
-def _called(view: BranchView, name: str) -> BranchView:
-    """Return a branch under an id."""
-    if view.id == name:
-        return view
-    return BranchView(**{field: getattr(view, field) for field in BranchView.__slots__} | {"id": name})
+    """Return a branch without what it holds in the pool."""
+    return BranchView(num_tokens=branch.length, **{name: getattr(branch, name) for name in SAME})
 
 
 def _standing(pages: SequencePages) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -189,17 +189,12 @@ def _session(engine: Engine, names: AdapterNames, session: SessionBranch, *, is_
         last_commit=None if user is None else user.last_commit,
         number=session.number,
         key=session.key if is_prefix else engine.branches.prefix_key(session.key, work.runs),
-        pieces=[_ids_of(work.tokens, busy=session.busy)],
-        placeholders=work.tokens.media.placeholders,
-        length=len(work.tokens),
-        computed=work.computed if work.seq is not None else 0,
-        seq=work.seq,
         busy=session.busy,
         pinned=session.pinned,
         modified=session.modified,
-        exact=work.origin.exact,
         adapter=_adapter(names, session.adapter),
         window=_window(session),
+        **_held_by(work, busy=session.busy),
     )
 
 
@@ -209,17 +204,12 @@ def _request(names: AdapterNames, request: Request) -> ReadBranch:
         kind="request",
         label=request.request_id if not request.asked.index else f"{request.request_id}#{request.asked.index}",
         key=work.key,
-        pieces=[_ids_of(work.tokens, busy=True)],
-        placeholders=work.tokens.media.placeholders,
-        length=len(work.tokens),
-        computed=work.computed if work.seq is not None else 0,
-        seq=work.seq,
         busy=True,
         pinned=work.pinned,
         modified=work.modified,
-        exact=work.origin.exact,
         adapter=_adapter(names, work.runs.at(len(work.tokens))),
         window=_window(work),
+        **_held_by(work),
     )
 
 
@@ -276,16 +266,11 @@ def _row(names: AdapterNames, row: Row, label: str) -> ReadBranch:
         kind="cache",
         label=label,
         key=NO_SALT,
-        pieces=[_ids_of(row.tokens, busy=True)],
-        placeholders=row.tokens.media.placeholders,
-        length=len(row.tokens),
-        computed=row.computed,
-        seq=row.seq,
         pinned=True,
         modified=row.modified,
-        exact=row.origin.exact,
         adapter=_adapter(names, row.runs.at(len(row.tokens))),
         window=_window(row),
+        **_held_by(row),
     )
 
 
@@ -300,6 +285,19 @@ def _ids_of(tokens: TokenHistory, *, busy: bool) -> Ids:
     """Return the ids of a history, which may grow: copied now if it surely does, else when it
     does."""
     return tokens.ids.copy() if busy else tokens.fork().ids
+
+
+def _held_by(branch: Branch, *, busy: bool = True) -> dict[str, Any]:
+    """Return the fields of ``ReadBranch`` that any branch has."""
+    tokens = branch.tokens
+    return {
+        "pieces": [_ids_of(tokens, busy=busy)],
+        "placeholders": tokens.media.placeholders,
+        "length": len(tokens),
+        "computed": branch.computed if branch.seq is not None else 0,
+        "seq": branch.seq,
+        "exact": branch.origin.exact,
+    }
 
 
 def _window(branch: Branch) -> tuple[int, int] | None:

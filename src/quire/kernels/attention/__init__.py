@@ -1,6 +1,6 @@
 """Attention over pages.
 
 ``cpu_attention`` over ``cpu_calls``: C++. ``triton_attention`` over ``attention_programs`` and
-``tiles``: GPUs. ``flashinfer_attention``: another package's kernels. ``sdpa`` over ``groups``,
+``tiles``: GPUs. ``sdpa`` over ``groups``,
 ``group_calls``, ``row_blocks``, ``visibility``, ``lse_attention``: PyTorch on any device.
 """

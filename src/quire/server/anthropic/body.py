@@ -7,17 +7,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from quire.base.errors import InvalidArgument
 from quire.base.sampling_fields import Surface, declarations_on
 from quire.base.sampling_params import SamplingParams
 from quire.server.anthropic.blocks import BlockTurns, Texts, Turns
-from quire.server.http.context import Context
 from quire.server.http.errors import bad_field
 from quire.server.openai.protocol import Body, ChatRequest, ParamsBody, takes_sampling
-from quire.server.responses.body import CHATS_ONLY, Refused, effort_variables, showing
+from quire.server.responses.body import CHATS_ONLY, Refused, showing
 from quire.server.responses.items import ShownAs, checked
-from quire.server.tools.reasoning import reasoning_for
-from quire.text.chat_rendering import select_template
 
 _CHATS = "/v1/chat/completions has it"
 OTHER_NAMES = ("max_tokens", "max_completion_tokens", "stop", "top_logprobs", "prompt_logprobs", "n")
@@ -42,7 +38,12 @@ REFUSED: Refused = {
 }
 """Fields that are refused: values without effect, and advice for others."""
 
-RENAMED = {"stop": "stop_sequences", "response_format": "output_config.format"}
+RENAMED = {
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+    "enable_thinking": "thinking.type",
+}
 """Fields of chats that Anthropic calls differently."""
 
 
@@ -174,7 +175,7 @@ PASSED = (
 """Fields that a chat request has under the same names."""
 
 
-def chat_of(context: Context, body: CountedMessages, turns: BlockTurns) -> ChatRequest:
+def chat_of(body: CountedMessages, turns: BlockTurns) -> ChatRequest:
     """Return the chat request that answers a body, whose turns are read. Raise ``ApiError`` 400 for
     fields that are not taken."""
     tools = [_function(tool) for tool in _tools_of(body)]
@@ -189,13 +190,22 @@ def chat_of(context: Context, body: CountedMessages, turns: BlockTurns) -> ChatR
     return ChatRequest.model_validate(
         {
             **{name: getattr(body, name) for name in PASSED},
-            **_variables(context, body, with_tools=bool(tools)),
+            "chat_template_kwargs": body.chat_template_kwargs,
+            "reasoning_effort": None if body.output_config is None else body.output_config.effort,
+            "enable_thinking": _thinks(body),
             **_choice(body.tool_choice),
             **more,
             "messages": turns.messages,
             "tools": tools or None,
         }
     )
+
+
+def _thinks(body: CountedMessages) -> bool | None:
+    if body.thinking is None:
+        return None
+    kind = checked(body.thinking, "thinking", THINKING, "one of them").type  # type: ignore[attr-defined]
+    return None if kind == "adaptive" else bool(kind == "enabled")
 
 
 def _tools_of(body: CountedMessages) -> list[CustomTool]:
@@ -222,31 +232,3 @@ def _choice(given: Any) -> dict[str, Any]:
     named = {"type": "function", "function": {"name": getattr(found, "name", None)}}
     several = not getattr(found, "disable_parallel_tool_use", None)
     return {"tool_choice": words.get(found.type, named), "parallel_tool_calls": several}
-
-
-def _variables(context: Context, body: CountedMessages, *, with_tools: bool) -> dict[str, Any]:
-    """Return the variables of the template. Thinking that it does not know is refused."""
-    effort = None if body.output_config is None else body.output_config.effort
-    found = effort_variables(
-        context, body.chat_template_kwargs, effort, field="output_config.effort", with_tools=with_tools
-    )
-    if body.thinking is None:
-        return found
-    kind = checked(body.thinking, "thinking", THINKING, "one of them").type  # type: ignore[attr-defined]
-    if kind == "adaptive" or context.llm.tokenizer is None:
-        return found
-    try:
-        template = select_template(context.llm.tokenizer.chat_templates, with_tools=with_tools)
-    except InvalidArgument:
-        return found  # the chat says so
-    thinks = kind == "enabled"
-    if "enable_thinking" in template:
-        return {
-            **found,
-            "chat_template_kwargs": {**(found.get("chat_template_kwargs") or {}), "enable_thinking": thinks},
-        }
-    if thinks != (reasoning_for(template) is not None):
-        always = "always" if kind == "disabled" else "never"
-        said = f"thinking.type is {kind!r}, and the model's chat template {always} lets it think; leave thinking out"
-        raise bad_field("thinking.type", said, code="unsupported_parameter")
-    return found

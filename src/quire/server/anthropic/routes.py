@@ -54,7 +54,7 @@ async def _chat(body: CountedMessages, request: Request) -> AsyncIterator[tuple[
     refuse_fields(body, UNLISTED)
     turns = await off_loop(request, lambda: BlockTurns(body.system, body.messages))
     turns.places |= RENAMED
-    chat = await off_loop(request, lambda: chat_of(request.app.state.context, body, turns))
+    chat = await off_loop(request, lambda: chat_of(body, turns))
     try:
         yield turns, chat
     except ApiError as error:

@@ -1,16 +1,15 @@
 """OpenTelemetry: a span for each request that has ended, and one inside of it for each phase.
 
 Names are those of the semantic conventions for generative AI, vLLM's for latencies, and ``quire.``
-for the rest. Spans hold no texts. Spans are made on a thread of their own out of lanes of the
-timeline, so neither an engine nor a request waits for them or fails with them. OpenTelemetry is
-imported only if there is somewhere to send spans to.
+for the rest. Spans hold no texts. They are made out of lanes of the timeline, and OpenTelemetry
+sends them in batches from a thread of its own, so neither an engine nor a request waits for a
+collector or fails with it. OpenTelemetry is imported only if there is somewhere to send spans to.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import queue
 import threading
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("quire.server")
 
-MOST_LANES = 4096
-"""Ended requests that may wait to become spans. Further ones have none."""
 FLUSH_SECONDS = 5.0
 """Most seconds for which a server that stops sends the last spans."""
 TRACES_PATH = "/v1/traces"
@@ -80,26 +77,10 @@ class RequestSpans:
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("quire")
         self._timeline, self._model = timeline, model
-        self._lanes: queue.Queue[RequestLane | threading.Event | None] = queue.Queue()
-        self.dropped = 0
-        """Requests that have no span, since too many waited."""
-        self._thread = threading.Thread(target=self._loop, name="quire-spans", daemon=True)
-        self._thread.start()
         timeline.on_end.append(self.ended)
-
-    def ended(self, lane: RequestLane) -> None:
-        """Take a lane in. It never waits."""
-        if self._lanes.qsize() >= MOST_LANES:
-            self.dropped += 1
-        else:
-            self._lanes.put(lane)
 
     def flush(self, seconds: float = FLUSH_SECONDS) -> bool:
         """Send finished spans, for at most ``seconds``. Return whether all are sent or given up."""
-        made = threading.Event()
-        self._lanes.put(made)
-        if not made.wait(seconds):
-            return False
         # The processor's own limit does not hold while its exporter tries again.
         flushed: list[bool] = []
         thread = threading.Thread(target=lambda: flushed.append(self._provider.force_flush()), daemon=True)
@@ -112,22 +93,9 @@ class RequestSpans:
         if self.ended in self._timeline.on_end:
             self._timeline.on_end.remove(self.ended)
         self.flush(seconds)
-        self._lanes.put(None)
         threading.Thread(target=self._provider.shutdown, daemon=True).start()
-        if self.dropped:
-            logger.warning("%d requests have no span: too many ended at once", self.dropped)
 
-    def _loop(self) -> None:
-        while (found := self._lanes.get()) is not None:
-            if isinstance(found, threading.Event):
-                found.set()
-                continue
-            try:
-                self._tell(found)
-            except Exception:
-                logger.exception("a span could not be made")
-
-    def _tell(self, lane: RequestLane) -> None:
+    def ended(self, lane: RequestLane) -> None:
         """Make the spans of a request, under that of its caller."""
         from opentelemetry.trace import SpanKind, StatusCode, set_span_in_context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator

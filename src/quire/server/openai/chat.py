@@ -37,10 +37,9 @@ from quire.server.openai.hint_fields import HintFields, for_prefetch, read_hints
 from quire.server.openai.logprobs import chat_logprobs, prompt_logprobs
 from quire.server.openai.protocol import ChatRequest, refuse_unsupported
 from quire.server.openai.replies import Reply, answer, answer_in_session, head_of, prefetch
-from quire.server.openai.reruns import EndedTurn, Run
+from quire.server.openai.reruns import Run
 from quire.server.sessions.streams import ClientSessionStream
-from quire.server.tools.call_forms import tokens_of
-from quire.server.tools.choice import ToolChoice, calls_or_answer_form, forced_calls
+from quire.server.tools.choice import ToolChoice, calls_or_answer_form, forced_form
 from quire.server.tools.harmony import MARKERS, STOPS, in_reasoning, is_harmony
 from quire.server.tools.messages import MessageFormat, MessageReader, answer_of, message_of
 from quire.server.tools.reasoning import reasoning_for
@@ -340,7 +339,7 @@ def _reading(
     text if the format has such tokens. A form holds behind the reasoning."""
     format = _message_format(context, template, params, tools, prompt)
     if tools.forced is not None:
-        params = params.replace(structured_outputs=forced_calls(context, template, tools)[0])
+        params = params.replace(structured_outputs=forced_form(context, template, tools)[0])
     marks = [] if format.calls is None else [*format.calls.markers, *format.calls.wrappers]
     if format.reasoning is not None:
         marks += [format.reasoning.opener, format.reasoning.closer]
@@ -348,9 +347,6 @@ def _reading(
         marks += MARKERS
         params = _stopping(params, tokenizer, context)
     special = tokenizer.token_bytes.special_ids
-    if format.calls is not None:
-        tokens = tokens_of(tokenizer) if format.calls.texts else {}
-        marks += [token for token in tokens if any(token in text for text in format.calls.texts)]
     if any(tokenizer.token_id(mark) in special for mark in marks):
         params = params.replace(skip_special_tokens=False)
     if format.reasoning is not None and params.grammar is not None and params.grammar.reasoning_end is None:
@@ -370,18 +366,18 @@ def _message_format(
     """Return the format of the answer. ``prompt``: the rendered prompt, None if it is unknown."""
     config, named = context.llm.model.config, context.settings.tool_call_parser
     harmony = is_harmony(template, named)
-    # A grammar, as of forced calls, leaves no place for channels.
-    if harmony and params.grammar is None:
+    # A grammar leaves no place for channels, but that of forced calls.
+    if harmony and (params.grammar is None or tools.forced is not None):
         return MessageFormat(
             harmony=True,
-            in_reasoning=prompt is not None and in_reasoning(prompt),
+            in_reasoning=tools.forced is None and prompt is not None and in_reasoning(prompt),
             tools=tools.offered,
             one_call=tools.one_call,
         )
     own = None if harmony else parser_for(config, template, named)
     calls = own
     if tools.forced is not None:
-        calls = forced_calls(context, template, tools)[1]
+        calls = forced_form(context, template, tools)[1]
     elif tools.offered is None:
         calls = None if own is None or params.grammar is not None else own.without_calls
     elif tools.answer is not None and own is not None:
@@ -448,22 +444,17 @@ class ChatReply(Reply):
         self._readers: dict[int, MessageReader] = {}
         self._said: list[dict[str, Any]] = []
         """The deltas of the message, if there is one only."""
-        self._owner = (request.state.owner, context.adapter_of(body.model))
         self._reruns = context.reruns
         self.rerun: Callable[[Mapping[str, Any], RequestOutput], Run] | None = None
         """What runs the conversation with this answer as later prompts begin."""
         self.ids: dict[int, str] | None = None
         """The ids of the only answer's calls, which the session's turn has too."""
 
-    def begin(self, number: int, output: RequestOutput) -> None:
-        super().begin(number, output)
-        self._reruns.used(self._owner, output)
-
     def ended(self, outputs: Sequence[RequestOutput]) -> None:
         samples = [sample for output in outputs for sample in output.outputs]
         message = message_of(self._said) if len(samples) == 1 and samples[0].finish_reason == "stop" else {}
         if self.rerun is not None and ("reasoning_content" in message or "tool_calls" in message):
-            self._reruns.add(EndedTurn(self._owner, self.rerun(message, outputs[0])))
+            self._reruns.add(self.rerun(message, outputs[0]))
 
     def choice(self, number: int, delta: SampleDelta) -> dict[str, Any]:
         reader = MessageReader(self._format, self.ids)

@@ -164,7 +164,7 @@ def thinking_variables(body: ChatRequest, template: str) -> dict[str, Any]:
         if "reasoning_effort" in read:
             found["reasoning_effort"] = effort
         elif effort != "none":
-            use = "enable_thinking switches it" if switches else "leave it out"
+            use = "give 'none', which switches it off, or leave it out" if switches else "leave it out"
             raise _unread(where, f"this model's chat template knows no effort of reasoning; {use}")
         elif switch is None:
             switch = False
@@ -173,9 +173,11 @@ def thinking_variables(body: ChatRequest, template: str) -> dict[str, Any]:
     if switch is not None:
         if switches:
             found[switches[0]] = switch
-        elif switch or reasoning_for(template) is not None:
+        elif switch != (reasoning_for(template) is not None):
             where = "enable_thinking" if reasoning.enabled is None else "reasoning.enabled"
-            raise _unread(where, "this model's chat template does not switch reasoning on or off; leave it out")
+            raise _unread(
+                where, f"this model's chat template {'never' if switch else 'always'} lets it think; leave it out"
+            )
     return found
 
 

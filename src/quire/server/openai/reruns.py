@@ -13,16 +13,11 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import TypeAlias
-
-import numpy as np
-from numpy.typing import NDArray
 
 from quire.async_llm import AsyncLLM
 from quire.base.errors import QuireError
 from quire.base.outputs import RequestOutput
-from quire.base.token_history import common_prefix
 from quire.server.http.settings import ServerSettings
 
 logger = logging.getLogger("quire.server")
@@ -33,31 +28,9 @@ MOST_WAITING = 16
 """Most turns that wait; the oldest is dropped."""
 MOST_TRIES = 4
 """Times that one turn is begun."""
-REMEMBERED = 32
-"""Reruns of which it is noted whether a prompt used them."""
 
 Run: TypeAlias = Callable[[int], Awaitable[RequestOutput | None]]
 """Runs a history of at most so many new tokens, by ``AsyncLLM.prefetch``; None: no need."""
-
-
-@dataclass(frozen=True, slots=True)
-class EndedTurn:
-    """A turn whose history may have to run again."""
-
-    owner: tuple[str, str | None]
-    """The API key's digest, and the adapter."""
-    run: Run
-    tries: int = 0
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class DoneRerun:
-    """What was run for a turn, until a prompt uses it."""
-
-    owner: tuple[str, str | None]
-    ids: NDArray[np.int64]
-    start: int
-    """How many of them were there before."""
 
 
 class Reruns:
@@ -67,8 +40,8 @@ class Reruns:
         self._llm = llm
         self._most = settings.max_rerun_tokens
         self.enabled = settings.rerun_reasoning and llm.engine.cache is not None
-        self._waiting: deque[EndedTurn] = deque(maxlen=MOST_WAITING)
-        self._done: deque[DoneRerun] = deque(maxlen=REMEMBERED)
+        self._waiting: deque[tuple[Run, int]] = deque(maxlen=MOST_WAITING)
+        """With the times that each was begun."""
         self._task: asyncio.Task[None] | None = None
         self._closed = False
 
@@ -76,11 +49,11 @@ class Reruns:
         """Return the number of turns that wait."""
         return len(self._waiting)
 
-    def add(self, turn: EndedTurn) -> None:
-        """Let a turn wait for idle time."""
+    def add(self, run: Run) -> None:
+        """Let the history of a turn wait for idle time."""
         if not self.enabled or self._closed:
             return
-        self._waiting.append(turn)
+        self._waiting.append((run, 0))
         if self._task is None or self._task.done():
             self._task = asyncio.get_running_loop().create_task(self._work())
 
@@ -89,9 +62,9 @@ class Reruns:
             if self._llm.engine.has_work:
                 await asyncio.sleep(LOOK)
                 continue
-            turn = self._waiting.popleft()
+            run, tries = self._waiting.popleft()
             try:
-                output = await turn.run(self._most)
+                output = await run(self._most)
             except QuireError as error:
                 logger.debug("a turn was not run again: %s", error)
                 continue
@@ -100,26 +73,11 @@ class Reruns:
                 continue
             if output is None:
                 continue
-            self._note(turn, output)
-            if not output.finished and turn.tries + 1 < MOST_TRIES:
-                self._waiting.appendleft(EndedTurn(turn.owner, turn.run, turn.tries + 1))
-
-    def _note(self, turn: EndedTurn, output: RequestOutput) -> None:
-        ids, start = np.array(output.prompt_token_ids, dtype=np.int64), output.num_cached_tokens
-        metrics = self._llm.engine.metrics
-        metrics.reruns.inc(output.finished)
-        metrics.rerun_tokens.inc(ids.size - start)
-        if ids.size > start:
-            self._done.append(DoneRerun(turn.owner, ids, start))
-
-    def used(self, owner: tuple[str, str | None], output: RequestOutput) -> None:
-        """Count the tokens of a prompt that were found thanks to reruns."""
-        found = np.array(output.prompt_token_ids[: output.num_cached_tokens], dtype=np.int64)
-        for done in [one for one in self._done if one.owner == owner and found.size > one.start]:
-            common = common_prefix(found, done.ids)
-            if common > done.start:
-                self._llm.engine.metrics.rerun_tokens_found.inc(common - done.start)
-                self._done.remove(done)
+            metrics = self._llm.engine.metrics
+            metrics.reruns.inc(output.finished)
+            metrics.rerun_tokens.inc(len(output.prompt_token_ids) - output.num_cached_tokens)
+            if not output.finished and tries + 1 < MOST_TRIES:
+                self._waiting.appendleft((run, tries + 1))
 
     async def close(self) -> None:
         """End the running request."""

@@ -7,10 +7,8 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import ConfigDict, Field
 
-from quire.base.errors import InvalidArgument
 from quire.base.sampling_fields import Surface, declarations_on
 from quire.base.sampling_params import SamplingParams
-from quire.server.http.context import Context
 from quire.server.http.errors import bad_field
 from quire.server.openai.protocol import Body, ChatRequest, ParamsBody, takes_sampling
 from quire.server.responses.items import (
@@ -22,7 +20,6 @@ from quire.server.responses.items import (
     ShownAs,
     checked,
 )
-from quire.text.chat_rendering import select_template
 
 _CHATS = "/v1/chat/completions has it"
 _MADE = "it is answered while the client waits"
@@ -229,9 +226,7 @@ def _chosen(body: ResponseRequest, tools: list[FunctionTool]) -> tuple[list[Func
     return tools, {"type": "function", "function": {"name": found.name}}  # type: ignore[attr-defined]
 
 
-def chat_request(
-    context: Context, body: ResponseRequest, messages: Sequence[dict[str, Any]], salt: str | None
-) -> ChatRequest:
+def chat_request(body: ResponseRequest, messages: Sequence[dict[str, Any]], salt: str | None) -> ChatRequest:
     """Return the chat request that answers a response's ``messages``. Raise ``ApiError`` 400 for
     fields that are not taken."""
     tools, choice = _chosen(body, tools_of(body))
@@ -253,7 +248,8 @@ def chat_request(
     return ChatRequest.model_validate(
         {
             **{name: getattr(body, name) for name in PASSED},
-            **effort_variables(context, body.chat_template_kwargs, effort, with_tools=bool(tools)),
+            "chat_template_kwargs": body.chat_template_kwargs,
+            "reasoning": None if effort is None else {"effort": effort},
             "messages": messages,
             "max_completion_tokens": body.max_output_tokens,
             "tools": functions or None,
@@ -262,28 +258,3 @@ def chat_request(
             "cache_salt": salt,
         }
     )
-
-
-def effort_variables(
-    context: Context,
-    variables: dict[str, Any] | None,
-    effort: str | None,
-    *,
-    field: str = "reasoning.effort",
-    with_tools: bool,
-) -> dict[str, Any]:
-    """Return the variables of the template, with the effort that ``field`` gives. One that it does
-    not read is refused."""
-    if effort is None or context.llm.tokenizer is None:
-        return {"chat_template_kwargs": variables}
-    try:
-        template = select_template(context.llm.tokenizer.chat_templates, with_tools=with_tools)
-    except InvalidArgument:
-        return {}  # the chat says so
-    if "reasoning_effort" in template:
-        return {"chat_template_kwargs": variables, "reasoning_effort": effort}
-    if "enable_thinking" in template and effort == "none":
-        return {"chat_template_kwargs": {**(variables or {}), "enable_thinking": False}}
-    allowed = "leave it out, or give 'none'" if "enable_thinking" in template else "leave it out"
-    message = f"{field} is {effort!r:.60}, and the model's chat template knows no effort; {allowed}"
-    raise bad_field(field, message, code="unsupported_parameter")

@@ -27,7 +27,6 @@ RENAMED = {
     "max_tokens": "max_output_tokens",
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text.format",
-    "reasoning_effort": "reasoning.effort",
 }
 """Fields of chats that responses call differently."""
 
@@ -64,7 +63,7 @@ async def create(body: ResponseRequest, request: Request) -> Response:
         replies.append(ResponseReply(body, items, *given))
         return replies[-1]
 
-    chat = await off_loop(request, lambda: chat_request(context, body, messages, salt))
+    chat = await off_loop(request, lambda: chat_request(body, messages, salt))
     stored_before = sum(len(str(message)) for message in messages) if before else 0
     with _renamed():
         answer = await answer_chat(request, chat, made, more=stored_before)

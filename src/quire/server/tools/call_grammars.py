@@ -1,8 +1,10 @@
-"""Grammars of texts that are either tool calls, as a model's family writes them, or an answer in a
-form that was asked for.
+"""Grammars of texts that are tool calls, as a model's family writes them, or an answer in a form
+that was asked for.
 
 Such a text begins with a call or is an answer as a whole, and the arguments of calls follow the
-schemas of their functions, but for the formats that write values bare.
+schemas of their functions, but for the formats that write values bare. Where calls are forced, the
+white space in them is that of chat templates, so the prompt of the next turn begins with the tokens
+of the call.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from quire.server.tools.tools import call_schema, functions_of
 
 CALL_SPACE = r"[ \n]?"
 """White space between the tokens of JSON in calls: models were trained on some."""
+_TEMPLATES_SPACE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _REST = "/(?s:.*)/"
 
 
@@ -30,6 +33,8 @@ class _Spelling:
     one_call: bool
     special: Callable[[str], int | None]
     """Returns the token of a mark that is a special token, which no text spells."""
+    forced: bool = False
+    """Whether there is no answer beside calls."""
     ends: list[str] = field(default_factory=list)
     """What ends the texts that are anything."""
 
@@ -42,11 +47,20 @@ class _Spelling:
 
     def object(self, name: str = "name", arguments: str = "arguments") -> str:
         """Return the rule of an object that describes a call."""
-        return _json(call_schema(self.functions, name, arguments))
+        return self.json(call_schema(self.functions, name, arguments))
 
     def named(self, between: str) -> str:
         """Return a function's name and, behind ``between``, its arguments as an object."""
-        return self.each(lambda name, schema: f"{json.dumps(name)} {between} {_json(schema)}")
+        return self.each(lambda name, schema: f"{json.dumps(name)} {between} {self.json(schema)}")
+
+    def json(self, schema: Mapping[str, Any]) -> str:
+        if self.forced:
+            own = schema.get("x-guidance")
+            options = {**_TEMPLATES_SPACE, **own} if isinstance(own, Mapping) else _TEMPLATES_SPACE
+            wanted = StructuredOutputs(json={**schema, "x-guidance": options})
+        else:
+            wanted = StructuredOutputs(json=schema, whitespace_pattern=CALL_SPACE)
+        return f"%json {json.dumps(json_schema(wanted), ensure_ascii=False)}"
 
     def each(self, write: Callable[[str, Mapping[str, Any]], str]) -> str:
         return "(" + " | ".join(write(name, schema) for name, schema in self.functions.items()) + ")"
@@ -73,21 +87,20 @@ class _Spelling:
         return "(" + " | ".join(write(json.dumps(key, ensure_ascii=False)) for key in keys) + ")*" if keys else '""'
 
 
-def _json(schema: Mapping[str, Any]) -> str:
-    wanted = StructuredOutputs(json=schema, whitespace_pattern=CALL_SPACE)
-    return f"%json {json.dumps(json_schema(wanted), ensure_ascii=False)}"
-
-
 def _hermes(s: _Spelling) -> str:
     begin, end = s.mark("<tool_call>"), s.mark("</tool_call>")
-    return s.several(f"({begin} SPACE {s.object()} SPACE {end})", "SPACE")
+    space = json.dumps("\n") if s.forced else "SPACE"
+    return s.several(f"({begin} {space} {s.object()} {space} {end})", space)
 
 
 def _granite(s: _Spelling) -> str:
-    return f'{s.mark("<|tool_call|>")} "[" {s.several(s.object(), "SEPARATOR")} "]"'
+    end = s.mark("<|/tool_call|>")  # of Phi, not of Granite
+    return f'{s.mark("<|tool_call|>")} "[" {s.several(s.object(), "SEPARATOR")} "]" {end}?'
 
 
 def _llama(s: _Spelling) -> str:
+    if s.forced:  # in its template a turn has one call, without the mark
+        return s.object(arguments="parameters")
     return f"{s.mark('<|python_tag|>')}? {s.several(s.object(arguments='parameters'), 'SEMICOLON')}"
 
 
@@ -144,7 +157,7 @@ def _cohere(s: _Spelling) -> str:
     schema = call_schema(s.functions, "tool_name", "parameters")
     number = {"tool_call_id": {"type": "string", "maxLength": 3}}
     calls = [{**call, "properties": {**number, **call["properties"]}} for call in schema["anyOf"]]
-    one = _json({**schema, "anyOf": calls})
+    one = s.json({**schema, "anyOf": calls})
     return f'{s.mark("<|START_ACTION|>")} SPACE "[" SPACE {s.several(one, "SEPARATOR")} SPACE "]" {s.mark("<|END_ACTION|>")}'
 
 
@@ -160,6 +173,8 @@ _CALLS: Mapping[str, Callable[[_Spelling], str]] = {
     "lfm2": _lfm2,
     "cohere": _cohere,
 }
+_BARE = ("qwen3_coder", "glm45", "lfm2")
+"""Formats that write values bare."""
 
 
 def calls_or_answer(
@@ -171,10 +186,30 @@ def calls_or_answer(
     ``InvalidArgument`` for tools that cannot be forced.
     """
     spelling = _Spelling(functions_of(tools), one_call, special)
+    json_answer = f"%json {json.dumps(json_schema(answer), ensure_ascii=False)}"
+    return _form(spelling, _CALLS[format](spelling), {"start": "calls | answer", "answer": json_answer})
+
+
+def forced_calls(
+    format: str, tools: Tools, *, one_call: bool, special: Callable[[str], int | None]
+) -> StructuredOutputs | None:
+    """Return the form of calls of ``tools``, as ``calls_or_answer``; None for a format that cannot
+    hold their schemas."""
+    spelling = _Spelling(functions_of(tools), one_call, special, forced=True)
+    if format == "harmony":
+        channel, message = spelling.mark("<|channel|>"), spelling.mark("<|message|>")
+        calls = '" to=functions." ' + spelling.named(f'{channel} "commentary json" {message}')
+    elif format in _BARE:
+        return None
+    else:
+        calls = _CALLS[format](spelling)
+    return _form(spelling, calls, {"start": "calls"})
+
+
+def _form(spelling: _Spelling, calls: str, rules: Mapping[str, str]) -> StructuredOutputs:
     rules = {
-        "start": "calls | answer",
-        "calls": _CALLS[format](spelling),
-        "answer": f"%json {json.dumps(json_schema(answer), ensure_ascii=False)}",
+        **rules,
+        "calls": calls,
         "SPACE": r"/[ \n]{0,8}/",
         "SEPARATOR": r"/,[ \n]{0,8}/",
         "SEMICOLON": r"/;[ \n]{0,8}/",

@@ -3,7 +3,7 @@ an answer."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +12,8 @@ from quire.server.http.context import Context
 from quire.server.http.errors import bad_field, naming
 from quire.server.openai.generation import form_of
 from quire.server.openai.protocol import ChatRequest
-from quire.server.tools.call_forms import call_form_of, tokens_of
-from quire.server.tools.call_grammars import calls_or_answer
+from quire.server.tools.call_grammars import calls_or_answer, forced_calls
 from quire.server.tools.harmony import is_harmony
-from quire.server.tools.reasoning import reasoning_for
 from quire.server.tools.tools import ToolFormat, forced_format, functions_of, parser_for, schema_for
 from quire.text.chat_rendering import select_template
 
@@ -116,30 +114,33 @@ def _those(tools: list[dict[str, Any]], allowed: Collection[str] | None) -> list
     return tools if allowed is None else [tool for tool in tools if tool["function"]["name"] in allowed]
 
 
-def forced_calls(context: Context, template: str, tools: ToolChoice) -> tuple[StructuredOutputs, ToolFormat]:
-    """Return the form of calls that are forced, and the format by which they are read: those of the
-    model's chat template, or JSON if that shows none, or cannot hold the schemas of the tools."""
-    tokenizer, named = context.llm.tokenizer, context.settings.tool_call_parser
-    assert tokenizer is not None  # checked before
+def forced_form(context: Context, template: str, tools: ToolChoice) -> tuple[StructuredOutputs, ToolFormat | None]:
+    """Return the form of calls that are forced, and the format by which they are read, None for
+    harmony. They are those of the model's family, or JSON where that is unknown or cannot hold the
+    schemas of the tools."""
+    named = context.settings.tool_call_parser
     assert tools.given is not None
     assert tools.forced is not None
-    known = None if is_harmony(template, named) else parser_for(context.llm.model.config, template, named)
-    reasoning = reasoning_for(template)
-    form = call_form_of(
-        tokenizer,
-        template,
-        context.llm.engine.eos_ids,
-        () if known is None else known.markers,
-        None if reasoning is None else reasoning.closer,
-    )
-    format = None if form is None else form.format(known)
-    if form is not None and format is not None:
-        functions = functions_of(_those(tools.given, tools.forced_names))
-        one_call = tools.one_call or isinstance(tools.forced, Mapping)
-        grammar = form.grammar(functions, tokens_of(tokenizer), one_call=one_call)
-        if grammar is not None:
-            return grammar, format
+    harmony = is_harmony(template, named)
+    known = None if harmony else parser_for(context.llm.model.config, template, named)
+    if harmony or known is not None:
+        form = forced_calls(
+            "harmony" if known is None else known.name,
+            _those(tools.given, tools.forced_names),
+            one_call=tools.one_call or isinstance(tools.forced, Mapping),
+            special=_special_tokens(context),
+        )
+        if form is not None:
+            return form, None if known is None else known.forced
     return StructuredOutputs(json=tools.schema), forced_format(tools.forced)
+
+
+def _special_tokens(context: Context) -> Callable[[str], int | None]:
+    """Return a function that returns the token of a mark that is a special token."""
+    tokenizer = context.llm.tokenizer
+    assert tokenizer is not None  # checked before
+    special = tokenizer.token_bytes.special_ids
+    return lambda mark: token if (token := tokenizer.token_id(mark)) in special else None
 
 
 def calls_or_answer_form(context: Context, tools: ToolChoice, answer: StructuredOutputs) -> StructuredOutputs:
@@ -155,10 +156,6 @@ def calls_or_answer_form(context: Context, tools: ToolChoice, answer: Structured
             "response_format cannot be given together with tools that this model may choose to call, since no grammar "
             'of its calls is known here; tool_choice "required", a named function and "none" work',
         )
-    special = tokenizer.token_bytes.special_ids
-
-    def token_of(mark: str) -> int | None:
-        return token if (token := tokenizer.token_id(mark)) in special else None
-
     assert tools.offered is not None
-    return calls_or_answer(format.name, tools.offered, answer, one_call=tools.one_call, special=token_of)
+    special = _special_tokens(context)
+    return calls_or_answer(format.name, tools.offered, answer, one_call=tools.one_call, special=special)

@@ -53,8 +53,14 @@ class ToolFormat:
     """Whether a text is an answer as a whole unless it begins with a call."""
     only_calls: bool = False
     """Whether nothing but calls is written: the rest of one that was cut is no content."""
-    texts: tuple[str, ...] = ()
-    """Texts around calls. Special tokens in them are kept in the text of the answer."""
+
+    @property
+    def forced(self) -> ToolFormat:
+        """Return a format for texts that are calls and nothing else. Those of Llama have no
+        marker."""
+        if self.name == "llama3_json":
+            return replace(self, markers=(), only_calls=True)
+        return replace(self, whole=True, only_calls=True)
 
     @property
     def without_calls(self) -> ToolFormat | None:
@@ -92,11 +98,12 @@ class StreamingToolParser(MessageParser):
 
     def _run(self) -> Steps[None]:
         reader = self._reader
-        if self._format.whole and not (yield from self._begins_with_a_mark()):
-            self._sought = ()
+        if self._format.whole:
+            if not (yield from self._begins_with_a_mark()):
+                self._sought = ()
         elif self._format.only_calls:
             yield from self._calls(self._format.grammar)
-        elif self._format.markers and self._offered.names is not None and not self._format.whole:
+        elif self._format.markers and self._offered.names is not None:
             yield from self._calls(bare_calls)
         if not self._sought:
             self._pattern = _NOTHING
