@@ -47,8 +47,8 @@ MUTANTS = (
     Mutant(
         name="unknown-decoders-stream-parts-of-characters",
         file="text/decoder_stream.py",
-        old="if text.endswith(REPLACEMENT) and len(self._held) <= MOST_PARTIAL:",
-        new="if False:",
+        old="min(doubtful, MOST_PARTIAL)",
+        new="0",
         tests=(INNER + "test_texts_add_up",),
     ),
     Mutant(

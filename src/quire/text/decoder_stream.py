@@ -2,7 +2,8 @@
 
 The decoder is asked for the text of the last tokens, again after each token. It is right for any
 decoder that changes what it gave only at the end, where a character may be incomplete, and whose
-text of a token does not depend on tokens far before it.
+text of a token does not depend on tokens far before it. Whether that is so is compared when the
+tokens before are dropped; if it is not, they stay.
 """
 
 from __future__ import annotations
@@ -26,45 +27,84 @@ class DecoderStream:
     def __init__(self, decode: Decode, context: Sequence[int]) -> None:
         """Begin after ``context``, of which the text is known."""
         self._decode = decode
-        self._given = self._end_of(context)
-        """Tokens of which the text is final."""
-        self._held: list[int] = []
-        """Tokens behind them of which it is not."""
-        # What completes the last character of the context gives all of it.
-        while len(self._held) < MOST_PARTIAL and self._given and decode(self._given).endswith(REPLACEMENT):
-            self._held.insert(0, self._given.pop())
+        self._ids: list[int] = []
+        self._given = ""
+        """The text of ``_ids`` that is final."""
+        self._held = 0
+        """The last tokens of ``_ids``, whose text is not."""
+        self._limit = 4 * KEPT
+        self._damaged = 0
+        """Characters that stand for the context's incomplete last one and are not given."""
+        for token_id in self._end_of(context):
+            self.push(token_id)
+        if self._held:
+            text = self._decode(self._ids)
+            self._damaged = len(text) - len(text.rstrip(REPLACEMENT))
 
     def push(self, token_id: int) -> str:
         """Take one token; return the text that is final now."""
-        self._held.append(token_id)
-        text = self._new()
-        if text.endswith(REPLACEMENT) and len(self._held) <= MOST_PARTIAL:
-            return ""
-        self._given, self._held = self._end_of([*self._given, *self._held]), []
-        return text
+        self._ids.append(token_id)
+        self._held += 1
+        text = self._decode(self._ids)
+        doubtful = len(text) - len(text.rstrip(REPLACEMENT))
+        if not text.startswith(self._given):
+            if doubtful and self._held <= MOST_PARTIAL:
+                return ""  # an incomplete character can hide others before it
+            self._ids, self._given = self._ids[-self._held :], ""
+            text = self._decode(self._ids)
+            doubtful = len(text) - len(text.rstrip(REPLACEMENT))
+        final = text[: len(text) - min(doubtful, MOST_PARTIAL)]
+        new = final[len(self._given) :]
+        if len(final) > len(self._given):
+            self._given = final
+        if not doubtful:
+            self._held = 0
+            self._forget()
+        return self._of_output(new)
 
     def finish(self) -> str:
         """Return the text that was held back."""
-        text, self._held = self._new(), []
-        return text
+        text = self._decode(self._ids)
+        if not text.startswith(self._given):
+            text, self._given = self._decode(self._ids[-self._held :]), ""
+        new = text[len(self._given) :]
+        self._given, self._held = text, 0
+        return self._of_output(new)
 
     @property
     def is_incomplete(self) -> bool:
         """Return whether text is held back."""
-        return bool(self._held)
+        return self._held > 0
 
-    def _new(self) -> str:
-        """Return the text of the tokens that are held."""
-        if not self._held:
-            return ""
-        before = self._decode(self._given).rstrip(REPLACEMENT) if self._given else ""
-        text = self._decode([*self._given, *self._held])
-        return text[len(before) :] if text.startswith(before) else self._decode(self._held)
+    def _of_output(self, new: str) -> str:
+        """Return new text without what stands for a character that the context did not end."""
+        while new and self._damaged:
+            if not new.startswith(REPLACEMENT):
+                self._damaged = 0
+                break
+            new, self._damaged = new[1:], self._damaged - 1
+        return new
 
-    def _end_of(self, ids: Sequence[int]) -> list[int]:
-        """Return the last ids of many, which begin with a whole character."""
-        for count in range(KEPT, KEPT + MOST_PARTIAL + 1) if len(ids) > 2 * KEPT else ():
-            text = self._decode(list(ids[-count:]))
-            if text and not text.startswith(REPLACEMENT):
-                return list(ids[-count:])
-        return list(ids)
+    def _end_of(self, context: Sequence[int]) -> Sequence[int]:
+        """Return the last ids of a context: enough to have a text, and to begin with a whole
+        character."""
+        count = KEPT
+        while count < len(context):
+            for start in range(count, count + MOST_PARTIAL + 1):
+                text = self._decode(list(context[-start:]))
+                if text.strip(REPLACEMENT) and not text.startswith(REPLACEMENT):
+                    return context[-start:]
+            count *= 2
+        return context
+
+    def _forget(self) -> None:
+        """Drop the first tokens of many, if the text of the others is the same without them."""
+        if len(self._ids) < self._limit:
+            return
+        for count in range(KEPT, KEPT + MOST_PARTIAL + 1):
+            text = self._decode(self._ids[-count:])
+            # The first token of a text may lose a space.
+            if len(text) > 1 and self._given.endswith(text[len(text) // 2 :]):
+                self._ids, self._given, self._limit = self._ids[-count:], text, 4 * KEPT
+                return
+        self._limit = 2 * len(self._ids)
