@@ -10,7 +10,7 @@ DRAFTS, STEPS, LOOKUP = "engine/drafts.py", "engine/steps.py", "speculation/prop
 HEADS, HEAD_TESTS = "speculation/heads.py", "engine/test_heads.py"
 RIGHT = f"{HEAD_TESTS}::test_a_head_that_is_right_is_always_accepted"
 FIRST = f"{HEAD_TESTS}::test_each_first_draft_is_that_of_the_definition"
-CONTROLLER = "speculation/controller.py"
+AUTOMATON, CONTROLLER = "speculation/suffix_automaton.py", "speculation/controller.py"
 MUTANTS = (
     Mutant(
         name="drafts-count-whatever-is-drawn",
@@ -237,11 +237,18 @@ MUTANTS = (
         tests=(f"{UNITS}/test_lookup.py::TestOutputs",),
     ),
     Mutant(
-        name="equal-hashes-are-matches",
-        file=LOOKUP,
-        old="            if length >= size:\n",
-        new="            if behind:\n",
-        tests=(f"{UNITS}/test_lookup.py::test_an_equal_hash_is_no_match",),
+        name="automata-never-split",
+        file=AUTOMATON,
+        old="if length[after] > length[state] + 1:",
+        new="if False:",
+        tests=(f"{UNITS}/test_suffix_automaton.py",),
+    ),
+    Mutant(
+        name="walkers-stay-where-a-state-was-split",
+        file=AUTOMATON,
+        old="        while state and length <= self._length[self._link[state]]:\n            state = self._link[state]\n",
+        new="",
+        tests=(f"{UNITS}/test_suffix_automaton.py",),
     ),
     Mutant(
         name="drafts-are-taken-whatever-they-cost",

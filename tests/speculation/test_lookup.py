@@ -9,7 +9,8 @@ import pytest
 
 from quire.speculation.proposer import Context, Draft
 from quire.speculation.proposers import lookup
-from quire.speculation.proposers.lookup import CLASSES, RUNS, Chances, KnownText, Lookup, length_class
+from quire.speculation.proposers.lookup import CLASSES, Chances, Lookup, length_class
+from quire.speculation.suffix_automaton import SuffixAutomaton
 
 
 def context(ids: list[int], prompt: int, name: str = "a", salt: str | None = None) -> Context:
@@ -36,22 +37,14 @@ def test_an_image_is_never_drafted() -> None:
 
 
 def test_a_request_may_grow_between_drafts_and_others_come() -> None:
-    """The draft follows an earlier occurrence of the longest run at the end that has one."""
+    """The draft follows an earlier occurrence of the longest suffix that has one."""
     proposer, ids, rng = Lookup(), [1, 2, 0], random.Random(0)
     for _ in range(60):
         ids += [rng.randrange(3) for _ in range(rng.randrange(1, 4))]
         found = list(draft(proposer, ids, most=3, prompt=3, name="a").tokens)
-        size = next(n for n in RUNS if occurrences(ids, n))
-        # The first token of a match may have been replaced.
-        assert found[0] in {ids[end] for end in occurrences(ids, size - 1)}
+        size = next(n for n in range(len(ids) - 1, 0, -1) if occurrences(ids, n))
+        assert found[0] in {ids[end] for end in occurrences(ids, size)}
         draft(proposer, ids[::-1], name="b", prompt=len(ids))
-
-
-def test_a_match_goes_on_behind_a_token_that_was_replaced() -> None:
-    proposer, ids = Lookup(), [1, 2, 3, 4, 5, 6]
-    for more, expected in (([1, 2], [3]), ([9], [4]), ([4], [5])):
-        ids += more
-        assert list(draft(proposer, ids, most=1, prompt=6).tokens) == expected
 
 
 def occurrences(ids: list[int], size: int) -> list[int]:
@@ -151,25 +144,28 @@ class TestChances:
         assert sum(proposer._chances._trials) > 0
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_what_is_found_is_a_suffix_that_occurred(seed: int) -> None:
-    """Where it was last, and as long as it is there."""
-    rng = random.Random(seed)
-    letters, text = rng.choice([1, 2, 3, 7]), KnownText()
-    for _ in range(60):
-        text.append(rng.randrange(letters))
-        ids = text.tokens.tolist()
-        length, behind = text.find(text.tokens)
-        places = next((found for size in RUNS if (found := occurrences(ids, size))), [0])
-        assert behind == places[-1]
-        assert ids[behind - length : behind] == ids[len(ids) - length :]
-        assert length == behind or ids[behind - length - 1] != ids[len(ids) - length - 1]
+class Counting(SuffixAutomaton):
+    """One that counts the transitions that it asks for."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        super().__init__()
+
+    def step(self, state: int, token: int) -> int:
+        self.asked += 1
+        return super().step(state, token)
 
 
-def test_an_equal_hash_is_no_match(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lookup, "hash", lambda run: 0, raising=False)
-    text = KnownText([1, 2, 3, 4])
-    assert text.find(KnownText([7, 8, 9]).tokens) == (0, 0)
+def test_a_long_history_costs_little() -> None:
+    """A token asks for as many transitions as at the beginning."""
+    rng = random.Random(0)
+    text = [int(rng.paretovariate(1)) % 30_000 for _ in range(40_000)]
+    automaton = Counting()
+    automaton.extend(text[:20_000])
+    first = automaton.asked
+    automaton.extend(text[20_000:])
+    assert automaton.asked - first < 2 * first
+    assert automaton.asked < 12 * len(text)
 
 
 def test_a_text_that_repeats_less_is_soon_known() -> None:

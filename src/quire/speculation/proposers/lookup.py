@@ -1,27 +1,25 @@
 """``Lookup``: drafts copied from what followed the same tokens earlier. No torch.
 
-A suffix of a request's tokens that occurred before, in the request itself or in outputs under the
-same salt, says what may come. How likely that is, is counted by the length of the suffix.
+The longest suffix of a request's tokens that occurred before, in the request itself or in outputs
+under the same salt, says what may come. How likely that is, is counted by the length of the suffix.
 Each new token is compared with the one that was to be expected, drafted or not, so that counting
 costs no step.
 """
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 
 from quire.speculation.proposer import NO_DRAFT, Context, Draft, Proposer
+from quire.speculation.suffix_automaton import SuffixAutomaton
 
 OUTPUT_TOKENS = 32_768
 """Tokens of outputs under one salt that are kept at least, and half of those kept at most."""
 SALTS = 64
 """Most salts whose outputs are kept; the least recently used one goes first."""
-RUNS = (8, 4, 2, 1)
-"""Sizes of runs of tokens that are searched for, the longest one first."""
-LONGEST = 256
-"""Most tokens of a suffix that are compared."""
+CATCH_UP = 64
+"""Tokens before a request's first draft that are compared with the outputs of others."""
 GAP = -1
 """Stands between outputs, and is never drafted."""
 CLASSES = 14
@@ -73,62 +71,40 @@ class Chances:
         self._trials[kind] = self._trials[kind] * MEMORY + 1
 
 
-class KnownText:
-    """Tokens so far, and where each run of them stood last before the last token."""
-
-    def __init__(self, tokens: Iterable[int] = ()) -> None:
-        self.tokens = array("q")
-        self._behind: tuple[dict[int, int], ...] = tuple({} for _ in RUNS)
-        """By size and hash of a run the index of the token behind it."""
-        self.extend(tokens)
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def extend(self, tokens: Iterable[int]) -> None:
-        for token in tokens:
-            self.append(token)
-
-    def append(self, token: int) -> None:
-        count = len(self.tokens)
-        for size, behind in zip(RUNS, self._behind, strict=True):
-            if count >= size:
-                behind[hash(tuple(self.tokens[count - size :]))] = count
-        self.tokens.append(token)
-
-    def find(self, other: array[int]) -> tuple[int, int]:
-        """Return the length of a suffix of ``other`` that occurs here, and the index of the token
-        behind it: that of the longest run that was found, where it stood last. (0, 0) if there is
-        none. ``other`` may be the tokens here."""
-        for size, places in zip(RUNS, self._behind, strict=True):
-            behind = places.get(hash(tuple(other[-size:])), 0)
-            most, length = min(behind, len(other), LONGEST), 0
-            while length < most and self.tokens[behind - 1 - length] == other[-1 - length]:
-                length += 1
-            if length >= size:
-                return length, behind
-        return 0, 0
-
-
 class Outputs:
     """The outputs under one salt: the newer ones, and as many before them."""
 
     def __init__(self) -> None:
-        self.texts: list[KnownText] = []
+        self.texts: list[SuffixAutomaton] = []
 
     def add(self, tokens: Sequence[int]) -> None:
         """Take in an output; the oldest ones go."""
         if not self.texts or len(self.texts[-1]) >= OUTPUT_TOKENS:
-            self.texts = [*self.texts[-1:], KnownText()]
+            self.texts = [*self.texts[-1:], SuffixAutomaton()]
         self.texts[-1].extend([GAP, *tokens])
 
 
 @dataclass(slots=True, eq=False)
-class Match:
-    """A suffix that occurred before: its length, and the place behind the earlier occurrence. A
-    token of it may have been replaced: it counts as the first one of the suffix."""
+class Cursor:
+    """The longest suffix of a request that a text of others has."""
 
-    text: KnownText
+    text: SuffixAutomaton
+    state: int = 0
+    length: int = 0
+
+    def move(self, token: int) -> None:
+        self.state, self.length = self.text.walk(self.state, self.length, token)
+
+    @property
+    def behind(self) -> int:
+        return self.text.behind(self.state)
+
+
+@dataclass(slots=True, eq=False)
+class Match:
+    """A suffix that occurred before: its length, and the place behind the earlier occurrence."""
+
+    text: SuffixAutomaton
     length: int
     behind: int
     repeats: bool
@@ -149,30 +125,29 @@ class Match:
 class Reader:
     """What is known of one request."""
 
-    own: KnownText
+    own: SuffixAutomaton
     chances: Chances
+    cursors: list[Cursor] = field(default_factory=list)
     match: Match | None = None
 
-    def take(self, token: int, texts: Sequence[KnownText]) -> None:
+    def take(self, token: int) -> None:
         """Take in a token of the output, and count whether it was the expected one."""
-        before, self.match = self.match, None
-        if before is not None and (expected := before.expected(1)):
-            self.chances.count(before.length, expected[0] == token)
-            if before.behind + 1 < len(before.text):
-                # Behind a token that was replaced the text may go on as before.
-                length = before.length + 1 if expected[0] == token else 1
-                self.match = replace(before, length=length, behind=before.behind + 1)
+        if self.match is not None and (expected := self.match.expected(1)):
+            self.chances.count(self.match.length, expected[0] == token)
         self.own.append(token)
-        self.find(texts)
+        for cursor in self.cursors:
+            cursor.move(token)
+        self.find()
 
-    def find(self, texts: Sequence[KnownText]) -> None:
-        """Find a suffix that occurred before, here or in ``texts`` of others, and is longer than
-        the match that continues."""
-        for text in (self.own, *texts):
-            length, behind = text.find(self.own.tokens)
-            # An output's end tells nothing.
-            if behind < len(text) and (self.match is None or length > self.match.length) and length:
-                self.match = Match(text, length, behind, text is self.own)
+    def find(self) -> None:
+        """Find the longest suffix that occurred before."""
+        length, behind = self.own.longest_repeat()
+        self.match = Match(self.own, length, behind, True) if length else None
+        for cursor in self.cursors:
+            # An output's end, or a gap, tells nothing.
+            if cursor.length > length and cursor.behind < len(cursor.text):
+                length = cursor.length
+                self.match = Match(cursor.text, length, cursor.behind, False)
 
 
 class Lookup(Proposer):
@@ -198,17 +173,32 @@ class Lookup(Proposer):
         return Draft(tokens, [chances.of(match.length + index) for index in range(len(tokens))])
 
     def _reader(self, context: Context) -> Reader:
-        """Return what is known of a request, its last token included."""
+        """Return the automaton of a request, its last token included."""
         outputs = self._outputs.get(context.salt)
-        texts = [] if outputs is None else outputs.texts
         reader = self._readers.get(context.name)
         if reader is None:
-            reader = Reader(KnownText(context.ids[: context.num_prompt].tolist()), Chances(self._chances))
-            reader.find(texts)
+            reader = Reader(SuffixAutomaton(context.ids[: context.num_prompt].tolist()), Chances(self._chances))
+            self._follow(reader, outputs)
+            reader.find()
             self._readers[context.name] = reader
+        else:
+            self._follow(reader, outputs)
         for token in context.ids[len(reader.own) :].tolist():
-            reader.take(token, texts)
+            reader.take(token)
         return reader
+
+    @staticmethod
+    def _follow(reader: Reader, outputs: Outputs | None) -> None:
+        """Let a request follow the present texts of outputs."""
+        texts = [] if outputs is None else outputs.texts
+        if [cursor.text for cursor in reader.cursors] == texts:
+            return
+        known = {id(cursor.text): cursor for cursor in reader.cursors}
+        reader.cursors = [known.get(id(text)) or Cursor(text) for text in texts]
+        for cursor in reader.cursors:
+            if id(cursor.text) not in known:
+                for token in reader.own.tokens[-CATCH_UP:]:
+                    cursor.move(token)
 
     def ended(self, context: Context) -> None:
         """See ``Proposer``. Its output is kept for later requests of its salt."""
