@@ -29,7 +29,9 @@ STEPS = 127
 
 @dataclass(frozen=True, slots=True)
 class Int8Rows(KVFormat):
-    """One byte for each number, and for each head of K and of V the exponent of its unit."""
+    """One byte for each number, and for each head of K and of V the exponent of its unit; of a
+    latent row for what V is and for what was rotated, which transformers' caches hold apart, too.
+    """
 
     name: ClassVar[str] = "int8"
     dtype: torch.dtype
@@ -37,24 +39,23 @@ class Int8Rows(KVFormat):
     def planes(self, shape: Geometry) -> Mapping[str, Plane]:
         """See ``KVFormat``."""
         width = shape.key_dim + (0 if shape.latent else shape.value_dim)
-        kinds = 1 if shape.latent else 2
         return {
             "codes": Plane((shape.kv_heads, width), torch.int8),
-            "exponents": Plane((shape.kv_heads, kinds), torch.int8),
+            "exponents": Plane((shape.kv_heads, 2), torch.int8),
         }
 
     def pack(self, shape: Geometry, k_NHD: Tensor, v_NHD: Tensor | None) -> Mapping[str, Tensor]:
         """See ``KVFormat``."""
-        parts = [_packed(x_NHD) for x_NHD in (k_NHD, v_NHD) if x_NHD is not None]
+        halves = k_NHD.tensor_split([shape.value_dim], -1) if v_NHD is None else (k_NHD, v_NHD)
+        parts = [_packed(x_NHD) for x_NHD in halves]
         return {name: torch.cat([part[at] for part in parts], -1) for at, name in enumerate(("codes", "exponents"))}
 
     def expand(self, shape: Geometry, planes: Mapping[str, Tensor]) -> PlainRows:
         """See ``KVFormat``."""
-        codes, exponents = planes["codes"], planes["exponents"]
-        k = torch.ldexp(codes[..., : shape.key_dim].double(), exponents[..., :1]).to(self.dtype)
-        if shape.latent:
-            return PlainRows(k, k[..., : shape.value_dim])
-        return PlainRows(k, torch.ldexp(codes[..., shape.key_dim :].double(), exponents[..., 1:]).to(self.dtype))
+        codes, exponents = planes["codes"].double(), planes["exponents"]
+        halves = codes.tensor_split([shape.value_dim if shape.latent else shape.key_dim], -1)
+        one, other = (torch.ldexp(half, exponents[..., at : at + 1]).to(self.dtype) for at, half in enumerate(halves))
+        return PlainRows(torch.cat((one, other), -1), one) if shape.latent else PlainRows(one, other)
 
 
 def _packed(x_NHD: Tensor) -> tuple[Tensor, Tensor]:

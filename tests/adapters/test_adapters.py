@@ -538,7 +538,8 @@ class Told:
         self.settle()
 
     def edit(self, start: int, stop: int, new: Sequence[int]) -> None:
-        cost = self.session.edit_cost((start, stop))
+        # Without the end, the token before it is the last one, which an edit with new tokens runs.
+        cost = self.session.edit_cost((start, stop)) + (stop == len(self.tokens) and bool(new))
         report = self.session.edit((start, stop), new)
         assert (report.removed, report.added, report.exact) == (stop - start, len(new), True)
         assert report.replayed <= max(cost, len(self.tokens) - stop) or self.world.engine.cache is not None

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from tests.adapters.peft_models import (
     FAMILIES,
@@ -29,25 +30,31 @@ from tests.adapters.peft_models import (
     write_adapter,
 )
 from tests.exact import Float32Bound, run_exactly
+from tests.test_parity import SIZES
 from torch import Tensor
 
 from quire.adapters.peft import read_adapter
-from quire.adapters.targets import EMBED, spelled, targets_of
+from quire.adapters.targets import EMBED, spelled
 from quire.base.errors import CheckpointError
 from quire.base.types import Chunk, Step
+from quire.models.families import name_tables_of
 
 pytestmark = pytest.mark.skipif(find_spec("peft") is None, reason="PEFT is not installed")
 
 NAMES = sorted((*FAMILIES, *WITH_VISION))
 PARTS = ("gate_proj", "up_proj", "down_proj", "gate", "w1", "w2", "w3")
 """What PEFT takes for experts in a model that has some."""
-MAMBAS = ("mamba2", "falcon_h1")
+MAMBAS = ("mamba2", "falcon_h1", "nemotron_h")
 """Where PEFT refuses the projection out of a mixer."""
 REORDERED = ("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba")
+STREAMS = ("altup_projections.0", "altup_projections.1", "altup_unembed_projections.0", "altup_unembed_projections.1")
 REFUSED = {
     "deepseek-v2": ("self_attn.kv_b_proj",),
     "deepseek-v2-lite": ("self_attn.kv_b_proj",),
     "deepseek-v3": ("self_attn.kv_b_proj",),
+    "gemma3n": (*STREAMS, "per_layer_model_projection"),
+    "gemma4": ("per_layer_model_projection",),
+    "gemma4-moe": ("router.proj",),
     "glm4-moe-lite": ("self_attn.kv_b_proj",),
     "phimoe": ("mlp.router",),
     "youtu": ("self_attn.kv_b_proj",),
@@ -62,9 +69,11 @@ SPELLINGS = (
     "gpt-oss",
     "granite-4",
     "lfm2",
+    "lfm3",
     "llama",
     "mamba2",
     "mixtral",
+    "nemotron-h",
     "phi3-longrope",
     "qwen2-moe",
     "qwen3-next",
@@ -133,7 +142,7 @@ def test_every_family_is_as_peft_has_it(name: str, tmp_path: Path) -> None:
     """All linear maps that PEFT can adapt, the head among them, and the embedding."""
     peer = make_base(name, tmp_path / "base")
     bed = Bed(tmp_path / "base")
-    sites = spelled(targets_of(bed.model), list(linear_names(peer))).targets
+    sites = spelled(bed.model, list(linear_names(peer))).targets
     targets = [*peft_targets(peer, sites), embedding_name(peer)]
     adapted = make_adapter(
         tmp_path / "base", tmp_path / "adapter", peer, target_modules=targets, init_lora_weights=False
@@ -152,17 +161,29 @@ def test_every_module_is_as_if_the_update_were_merged(name: str, tmp_path: Path)
     peer = make_base(name, tmp_path / "base")
     bed = Bed(tmp_path / "base")
     linears = linear_names(peer)
-    sites = spelled(targets_of(bed.model), list(linears))
+    sites = spelled(bed.model, list(linears))
     refused = {one for one in linears if one.endswith(REFUSED.get(name, ("none",)))}
     assert {one for one, site in sites.targets.items() if site.linear != EMBED} == linears.keys() - refused
-    # Files of PhiMoE have another name for a router.
-    assert name == "phimoe" or refused <= sites.refused.keys()
+    assert refused <= sites.refused.keys()
     shapes = {one: shape for one, shape in linears.items() if one in sites.targets}
     embedding = embedding_name(peer)
     shapes[embedding] = tuple(peer.get_input_embeddings().weight.shape)
     tensors = write_adapter(tmp_path / "adapter", shapes, embedding)
     adapted = merged(peer, tensors)
     check(bed, tmp_path / "adapter", peer, adapted)
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_a_spelling_of_each_family_names_modules_as_transformers_does(name: str) -> None:
+    """Files may call them otherwise, as those of LFM3 and Nemotron-H do."""
+    family, own = FAMILIES[name]
+    kind = getattr(transformers, f"{family}ForCausalLM")
+    config = kind.config_class(**{**SIZES, **own})
+    with torch.device("meta"):
+        modules = linear_names(kind(config))
+    wanted = {f"{one}.weight" for one in modules if one != "lm_head"}
+    values = {**config.to_dict(), "architectures": [kind.__name__]}
+    assert any(wanted <= table.keys() for table in name_tables_of(values))
 
 
 def test_the_bias_of_a_head_is_the_base_models_own(tmp_path: Path) -> None:

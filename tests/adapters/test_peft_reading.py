@@ -210,6 +210,22 @@ def test_a_tensor_whose_module_is_called_otherwise(tmp_path: Path) -> None:
     assert update.linear == "embed"
 
 
+def test_modules_that_are_one_tensor_of_the_checkpoint(tmp_path: Path) -> None:
+    peer = make_base("glm", tmp_path / "base", attention_bias=False)
+    shapes = {name: shape for name, shape in linear_names(peer).items() if "1.self_attn." in name}
+    write_adapter(tmp_path / "adapter", shapes)
+    apart = read_adapter(tmp_path / "adapter", load_model(tmp_path / "base", dtype="float32"))
+    tensors = load_file(tmp_path / "base" / "model.safetensors")
+    for layer in range(3):
+        names = [f"model.layers.{layer}.self_attn.{part}_proj.weight" for part in ("q", "k", "v", "qkv")]
+        tensors[names[-1]] = torch.cat([tensors.pop(name) for name in names[:-1]])
+    save_file(tensors, tmp_path / "base" / "model.safetensors")
+    joined = read_adapter(tmp_path / "adapter", load_model(tmp_path / "base", dtype="float32"))
+    for one, other in zip(apart.updates, joined.updates, strict=True):
+        assert (one.linear, one.row) == (other.linear, other.row)
+        assert torch.equal(one.a_RI, other.a_RI)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["llama", "llama-mqa"])
 def test_copies_of_the_base_models_tables(family: str, dtype: str, tmp_path: Path) -> None:

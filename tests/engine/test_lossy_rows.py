@@ -61,8 +61,9 @@ OTHER = {
     # They count bytes of plain rows.
     "test_a_branch_stores_its_own_objects_only",
     "test_a_full_store",
-    # Its oracle is in float64, where a number may be rounded to the next code.
+    # Their oracles are in float64, where a number may be rounded to the next code.
     "test_hybrids_are_cut_at_kept_states",
+    "test_long_conversations",
 }
 LONG = {
     "test_a_move_that_fails_is_computed_again",
@@ -171,7 +172,7 @@ def test_latent_rows(make_llm: MakeLLM, tmp_path: Path) -> None:
     llm, tokens = make_llm(make_family("deepseek-v2-lite", tmp_path / "model"), page_size=4), random_tokens(45)
     session = llm.session(tokens)
     wanted, rows = session.logits(), session.kv(1)["latent"]
-    assert torch.equal(rows, rounded(rows))
+    assert torch.equal(rows, torch.cat([rounded(part) for part in rows.tensor_split([24], -1)], -1))
     with session.fork() as child, llm.session_from_bytes(session.to_bytes()) as loaded:
         child.append(random_tokens(9))
         child.compute()

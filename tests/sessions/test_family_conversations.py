@@ -31,12 +31,12 @@ NOT_NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
 """Through transformers' layers."""
 
 EVERY = {**FAMILIES, **NOT_NATIVE}
-# transformers changes these frequencies with the length of each call; here it has one set.
-LONGROPE = EVERY["phi3-longrope"][1]["rope_parameters"]
-EVERY["phi3-longrope"] = (
-    "Phi3",
-    {**EVERY["phi3-longrope"][1], "rope_parameters": {**LONGROPE, "short_factor": LONGROPE["long_factor"]}},
-)
+# transformers changes these frequencies with the length of each call; here they have one set.
+for _name in ("phi3-longrope", "phimoe"):
+    _family, _own = EVERY[_name]
+    _rope = _own["rope_parameters"]
+    _short = {one.replace("long_", "short_"): value for one, value in _rope.items() if one.startswith("long_")}
+    EVERY[_name] = (_family, {**_own, "rope_parameters": {**_rope, **_short}})
 
 
 QUICK = STATES | NOT_NATIVE.keys()

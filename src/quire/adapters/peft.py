@@ -156,7 +156,7 @@ def _require_sites(model: LoadedModel) -> None:
 def _adapter(
     file: Weights, config: LoraConfig, model: LoadedModel, source: str, admit: Callable[[int, int], None] | None
 ) -> Adapter:
-    plan = _plan(file, config, targets_of(model))
+    plan = _plan(file, config, model)
     if admit is not None:
         admit(plan.rank, plan.numel(file) * model.dtype.itemsize)
     for key, linear in plan.copies.items():
@@ -169,11 +169,11 @@ def _adapter(
     return _read(file, plan, model.dtype, source)
 
 
-def _plan(file: Weights, config: LoraConfig, targets: AdapterTargets) -> _Plan:
+def _plan(file: Weights, config: LoraConfig, model: LoadedModel) -> _Plan:
     """Check all names, types and shapes."""
     modules = _modules(file)
-    names = {target: name for name, target in targets.targets.items()}
-    targets = spelled(targets, modules)
+    names = {target: name for name, target in targets_of(model).targets.items()}
+    targets = spelled(model, modules)
     for module, keys in modules.items():
         if module not in targets.targets:
             raise _no_target(file, module, keys, targets)
@@ -185,7 +185,7 @@ def _plan(file: Weights, config: LoraConfig, targets: AdapterTargets) -> _Plan:
         target = targets.targets[module]
         a, b = ("lora_embedding_A", "lora_embedding_B") if target.linear == EMBED else ("lora_A", "lora_B")
         if a in keys or b in keys:
-            updates.append(_update(file, module, names[target], target, keys, config))
+            updates.append(_update(file, module, names.get(target, module), target, keys, config))
         elif extra := sorted(keys.keys() - {"copy", "bias", "whole"}):
             raise CheckpointError(f"{file.name}: {shown(module)} has {extra[0]}; expected {a} and {b} of this module")
         for kind in keys.keys() - {a, b}:

@@ -7,17 +7,18 @@ module whose weight is used in another form than ``y = x W^T + b``; such a modul
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Container, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from quire.base.errors import QuireError
 from quire.contracts.model import Model, stages_of
-from quire.models.families import LoadedModel
+from quire.models.families import LoadedModel, name_tables_of
 from quire.nn.embedding import Embedding
 from quire.nn.linear import Linear
 from quire.nn.packed import LAYERS, parts_of
+from quire.weights.places import NameTable
 
 EMBED, HEAD = "embed", "head"
 """The names of the embedding's table and of the head, in updates and tables of adapters."""
@@ -28,8 +29,6 @@ TRUNKS: tuple[tuple[str, str], ...] = (
 )
 """Prefix of the module names, and name of the head, of a language model beside an encoder: as in
 current transformers, in older files, and in a text model alone."""
-RESPELLED: Mapping[str, str] = {"backbone.embedding": "backbone.embeddings"}
-"""Tensor names in files, mapped to the names of their modules where the two differ."""
 REASONS: tuple[tuple[str, str], ...] = (
     (".experts.", "it is one of a mixture's experts"),
     (".router.", "it is the router of a mixture of experts"),
@@ -147,17 +146,20 @@ def _walk(part: object) -> Iterator[Linear]:
 
 def targets_of(model: LoadedModel) -> AdapterTargets:
     """Return the model's modules in its checkpoint's spelling; empty without a name table."""
-    linears = linears_of(model)
+    return _targets_in(model.places, linears_of(model))
+
+
+def _targets_in(places: NameTable, linears: Container[str]) -> AdapterTargets:
+    """Return the modules of a name table."""
     targets: dict[str, AdapterTarget] = {}
     refused: dict[str, str] = {}
-    for name, own in model.places.items():
+    for name, own in places.items():
         place = own.whole or own  # as the adapter's files have it
         module, _, part = name.rpartition(".")
         if part != "weight":
             if len(place.shape) > 2:  # stacks of matrices have no suffix
                 refused[name] = _reason(place.parameter)
             continue
-        module = RESPELLED.get(module, module)
         parameter = place.parameter.removesuffix(".weight")
         if parameter == EMBED:
             tokens, width = place.shape
@@ -183,14 +185,25 @@ def encoder_in(module: str) -> str:
     return next((part for part in module.split(".") if part in ENCODERS), "")
 
 
-def spelled(targets: AdapterTargets, modules: Collection[str]) -> AdapterTargets:
-    """Return ``targets`` in the spelling that matches most names of an adapter's ``modules``. Among
-    equals, prefer the checkpoint's own."""
-    ours = _trunk(targets.named(EMBED))
-    if ours is None or ours == TRUNKS[-1]:
-        return targets
-    others = (_respelled(targets, ours, theirs) for theirs in TRUNKS)
-    return max((targets, *others), key=lambda one: sum(name in one.targets or name in one.refused for name in modules))
+def spelled(model: LoadedModel, modules: Collection[str]) -> AdapterTargets:
+    """Return the model's targets in the spelling that matches most names of an adapter's
+    ``modules``: of the checkpoint, or of other files of its family, one of which names modules as
+    transformers does. Among equals, prefer the checkpoint's own."""
+
+    def matches(one: AdapterTargets) -> int:
+        return sum(name in one.targets or name in one.refused for name in modules)
+
+    own = targets_of(model)
+    return own if matches(own) == len(modules) else max(_spellings(model, own), key=matches)
+
+
+def _spellings(model: LoadedModel, own: AdapterTargets) -> Iterator[AdapterTargets]:
+    linears = linears_of(model)
+    for targets in (own, *(_targets_in(places, linears) for places in name_tables_of(model.config))):
+        yield targets
+        ours = _trunk(targets.named(EMBED))
+        if ours is not None and ours != TRUNKS[-1]:
+            yield from (_respelled(targets, ours, theirs) for theirs in TRUNKS)
 
 
 def _trunk(embedding: str) -> tuple[str, str] | None:

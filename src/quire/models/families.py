@@ -48,7 +48,7 @@ from quire.models.quantized import without_section
 from quire.models.qwen_moe import qwen_moe_spellings, read_qwen2_moe_config, read_qwen3_moe_config
 from quire.models.tensor_names import LLAMA_NAMES, Names, ignorable_names, name_table
 from quire.models.text_parts import OtherNames, prefixed, text_architecture, text_type, text_values
-from quire.weights.places import NameTable
+from quire.weights.places import NameTable, expand
 
 VOLATILE = frozenset({"_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache"})
 """Fields of config.json that affect the logits in no architecture."""
@@ -314,6 +314,13 @@ def canonical_of(values: Mapping[str, Any], max_model_len: int | None) -> str:
         kept = {name: value for name, value in values.items() if name not in VOLATILE}
         return json.dumps({"fallback": kept}, sort_keys=True, separators=(",", ":"))
     return str(family_of(values).read_config(without_section(values), max_model_len).canonical())
+
+
+def name_tables_of(values: Mapping[str, Any]) -> list[NameTable]:
+    """Return the name tables of all spellings in files of a native model, for each layer."""
+    family = family_of(values)
+    config = family.read_config(without_section(values), None)
+    return [expand(table, config.num_layers) for table in family.name_tables(config)]
 
 
 def family_of(values: Mapping[str, Any]) -> Family:
