@@ -26,9 +26,9 @@ MOST_BYTES = 1 << 30
 class SocketEnd(ABC):
     """See ``contracts.channel.Channel``. Its heirs say how a message passes."""
 
-    def __init__(self, connection: socket.socket, peer: str) -> None:
+    def __init__(self, connection: socket.socket, peer: str, *, keeps_bytes: bool) -> None:
         """Use a connection, in blocking mode, from now on; ``peer`` names the other end."""
-        self._socket, self.peer = connection, peer
+        self._socket, self.peer, self.keeps_bytes = connection, peer, keeps_bytes
         connection.settimeout(None)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", STALL_SECONDS, 0))
         self._inbox: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()

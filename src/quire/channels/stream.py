@@ -12,9 +12,10 @@ from quire.contracts.channel import Buffers
 class StreamEnd(SocketEnd):
     """One end of a connection whose peer is known (``greeting``)."""
 
-    def __init__(self, connection: socket.socket, peer: str, seal: Seal | None) -> None:
-        """Use a connection; ``seal`` encrypts what passes, None: it passes as it is."""
-        super().__init__(connection, peer)
+    def __init__(self, connection: socket.socket, peer: str, seal: Seal | None, *, local: bool) -> None:
+        """Use a connection; ``seal`` encrypts what passes, None: it passes as it is. ``local``: the
+        ends are on one machine. TCP's own checksum of 16 bits is too weak for a network."""
+        super().__init__(connection, peer, keeps_bytes=local or seal is not None)
         self._seal = seal
 
     def _read(self) -> memoryview | None:

@@ -48,6 +48,7 @@ class SendMark(Transfer):
         """Whether all was sent."""
         self.delivered = False
         """Whether the receiver has said that all of it counts there."""
+        self._checked = not getattr(channel, "keeps_bytes", False)
         self._state, self._slots = state, classes
         self._gone = begin
         """One behind the last token whose rows were sent."""
@@ -64,7 +65,8 @@ class SendMark(Transfer):
         if self.error is None:
             try:
                 header = {"transfer": self.name, "kind": kind, **more}
-                self.channel.send(packed(header, () if planes is None else planes.values()))
+                given = () if planes is None else planes.values()
+                self.channel.send(packed(header, given, checked=self._checked))
             except QuireError as error:
                 self.fail(DataLoss(f"{error}; {self.told()}"))
 
