@@ -37,6 +37,7 @@ from quire.channels.socket_end import SocketEnd
 from quire.channels.urls import Listener, connect
 from quire.contracts.channel import Channel
 from quire.contracts.layers import FullAttention
+from quire.kernels.malloc import keep_freed_memory
 from quire.kv.send_mark import PIECE_BYTES
 from quire.kv.state import State
 from quire.server.handover.decode import DecodeSide
@@ -64,11 +65,13 @@ NUM_BYTES = LAYERS * TOKENS * 2 * 8 * 128 * 2
 
 def answer(end: Channel) -> None:
     """Receive what the other end sends, in the way that it asks for."""
+    keep_freed_memory()  # as servers do
     mine, target = state(), np.empty(NUM_BYTES, dtype=np.uint8)
     target[:] = 1  # its pages are mapped before anything is measured
     for number in range(2):
         mine.add_sequence(number)
-    mine.parts.paged.classes[0].storage._tensors[0].fill_(1)
+    for rows in mine.parts.paged.classes[0].storage._tensors:
+        rows.fill_(1)
     while True:
         try:
             asked = end.receive()
@@ -137,6 +140,7 @@ def busy_seconds(other: int | None) -> float:
 
 def copies(end: Channel, rounds: int, other: int | None = None) -> dict[str, Any]:
     """Measure both over one channel to this process or another one."""
+    keep_freed_memory()
     mine, source = state(), torch.randint(0, 255, (NUM_BYTES,), dtype=torch.uint8).numpy()
     mine.add_sequence(0)
     mine.begin_forward([0], [TOKENS])

@@ -21,8 +21,8 @@ class Channel(Protocol):
     """
 
     def send(self, parts: Buffers) -> None:
-        """Send one message. It does not wait for the peer to read, so the parts must not change
-        afterwards. ``DataLoss``: the end is closed, or the peer is gone."""
+        """Send one message, whose parts may change afterwards. It waits no longer than milliseconds
+        for the peer to read. ``DataLoss``: the end is closed, or the peer is gone."""
 
     def receive(self, timeout: float | None = None) -> memoryview | None:
         """Return the next message, in memory of its own; None if there is none for ``timeout``

@@ -62,8 +62,8 @@ def planes_of(data: memoryview, plan: Mapping[str, TensorPlan], what: str) -> di
     raw, found, start = torch.frombuffer(data, dtype=torch.uint8) if len(data) else torch.empty(0), {}, 0
     for name, one in plan.items():
         plane = raw[start : start + sizes[name]]
-        start += sizes[name]
         # A view as another type needs a start that is a multiple of the type's size.
-        plane = plane if plane.storage_offset() % one.dtype.itemsize == 0 else plane.clone()
+        plane = plane if start % one.dtype.itemsize == 0 else plane.clone()
+        start += sizes[name]
         found[name] = plane.view(one.dtype).view(one.shape)
     return found
