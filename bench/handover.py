@@ -1,7 +1,8 @@
 """Hand-over of states between processes: bytes per second of each channel, and the first token.
 
 ``copy``: the rows of a sequence go to another process's pages, beside the same bytes in the same
-pieces from one array to another over the same channel. ``first``: seconds to the first token of a
+pieces from one array to another over the same channel; by the clock, and by the processor time of
+both processes, which other work disturbs less. ``first``: seconds to the first token of a
 prompt that another process computes, over the seconds of computing it here. Both in turn, and each
 process with as many threads as the other.
 
@@ -19,8 +20,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,6 +37,7 @@ from quire.channels.socket_end import SocketEnd
 from quire.channels.urls import Listener, connect
 from quire.contracts.channel import Channel
 from quire.contracts.layers import FullAttention
+from quire.kernels.malloc import keep_freed_memory
 from quire.kv.send_mark import PIECE_BYTES
 from quire.kv.state import State
 from quire.server.handover.decode import DecodeSide
@@ -62,11 +65,13 @@ NUM_BYTES = LAYERS * TOKENS * 2 * 8 * 128 * 2
 
 def answer(end: Channel) -> None:
     """Receive what the other end sends, in the way that it asks for."""
+    keep_freed_memory()  # as servers do
     mine, target = state(), np.empty(NUM_BYTES, dtype=np.uint8)
     target[:] = 1  # its pages are mapped before anything is measured
     for number in range(2):
         mine.add_sequence(number)
-    mine.parts.paged.classes[0].storage._tensors[0].fill_(1)
+    for rows in mine.parts.paged.classes[0].storage._tensors:
+        rows.fill_(1)
     while True:
         try:
             asked = end.receive()
@@ -110,15 +115,15 @@ def serve_child(kind: str, *given: str) -> None:
 
 
 @contextmanager
-def child(*given: str) -> Iterator[str]:
-    """Run the other process; its address."""
+def child(*given: str) -> Iterator[tuple[str, int]]:
+    """Run the other process; its address and its id."""
     process = subprocess.Popen(
         [sys.executable, __file__, "--child", *given], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
     assert process.stdin is not None
     try:
-        yield next(line.strip() for line in process.stdout if line.startswith(("tcp:", "shm:")))
+        yield next(line.strip() for line in process.stdout if line.startswith(("tcp:", "shm:"))), process.pid
     finally:
         process.stdin.close()
         process.wait(60)
@@ -127,8 +132,15 @@ def child(*given: str) -> Iterator[str]:
 # -- bytes per second ------------------------------------------------------------------------------
 
 
-def copies(end: Channel, rounds: int) -> dict[str, Any]:
-    """Measure both over one channel."""
+def busy_seconds(other: int | None) -> float:
+    """Return the processor time of this process and of another one."""
+    tasks = [] if other is None else Path(f"/proc/{other}/task").glob("*/schedstat")
+    return time.process_time() + sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
+
+
+def copies(end: Channel, rounds: int, other: int | None = None) -> dict[str, Any]:
+    """Measure both over one channel to this process or another one."""
+    keep_freed_memory()
     mine, source = state(), torch.randint(0, 255, (NUM_BYTES,), dtype=torch.uint8).numpy()
     mine.add_sequence(0)
     mine.begin_forward([0], [TOKENS])
@@ -154,10 +166,26 @@ def copies(end: Channel, rounds: int) -> dict[str, Any]:
         mine.disagg_mark_send(0, 0, json.loads(bytes(found)), end)
         mine.disagg_wait(0)
 
-    found = interleave({"copy": plain, "hand-over": handed}, rounds)
-    shares = [a / b for a, b in zip(found.seconds["copy"], found.seconds["hand-over"], strict=True)]
-    speeds = {name: NUM_BYTES / Spread.of(seconds).median / 1e9 for name, seconds in found.seconds.items()}
-    return {"copy GB/s": speeds["copy"], "hand-over GB/s": speeds["hand-over"], "share": Spread.of(shares)}
+    busy: dict[str, list[float]] = {"copy": [], "hand-over": []}
+
+    def counted(name: str, function: Callable[[], None]) -> Callable[[], float]:
+        def run() -> float:
+            before, begun = busy_seconds(other), time.perf_counter()
+            function()
+            seconds = time.perf_counter() - begun
+            busy[name].append(busy_seconds(other) - before)
+            return seconds
+
+        return run
+
+    found = interleave({name: counted(name, one) for name, one in (("copy", plain), ("hand-over", handed))}, rounds)
+    shares = [
+        Spread.of([a / b for a, b in zip(one["copy"][-rounds:], one["hand-over"][-rounds:], strict=True)])
+        for one in (found.seconds, busy)
+    ]
+    speeds = {f"{name} GB/s": NUM_BYTES / Spread.of(seconds).median / 1e9 for name, seconds in found.seconds.items()}
+    times = {f"{name} busy": Spread.of(seconds[-rounds:]).median for name, seconds in busy.items()}
+    return {**speeds, "share": shares[0], **times, "share of busy": shares[1]}
 
 
 def copy_part(rounds: int) -> dict[str, Any]:
@@ -173,9 +201,9 @@ def copy_part(rounds: int) -> dict[str, Any]:
         if can_seal():
             kinds["TCP, encrypted"] = ("tcp://127.0.0.1:0", "yes")
         for name, (url, seals) in kinds.items():
-            with child("copy", url, seals) as at:
+            with child("copy", url, seals) as (at, other):
                 end: SocketEnd = connect(at, Trust(SECRET, seals=seals == "yes"))
-                found[name] = copies(end, rounds)
+                found[name] = copies(end, rounds, other)
                 end.close()
     print_table([{"channel": name, **one} for name, one in found.items()])
     return found
@@ -198,7 +226,7 @@ def first_part(name: str, tokens: int, rounds: int) -> dict[str, Any]:
     asyncio.run(llm.generate([prompt_of(llm, 300, 99)], FIRST))
     with tempfile.TemporaryDirectory() as folder:
         for url in ("tcp://127.0.0.1:0", f"shm:{folder}/s"):
-            with child("first", path, url, str(threads)) as at:
+            with child("first", path, url, str(threads)) as (at, _):
                 side = DecodeSide(llm, at, Trust(SECRET), llm.identity.fields())
                 seeds, texts = iter(range(10**6)), dict[str, list[Any]](here=[], there=[])
 

@@ -83,8 +83,9 @@ def test_messages_arrive_whole_and_in_order(kind: str, tmp_path: Path, monkeypat
             sent = [chance.randbytes(chance.choice((1, 64, 999, 200_000))) for _ in range(40)]
             assert receiver.receive(0) is None
             for one in sent:
-                cut = len(one) // 3
-                sender.send([one[:cut], memoryview(one)[cut:]])
+                cut, lent = len(one) // 3, bytearray(one)
+                sender.send([lent[:cut], memoryview(lent)[cut:]])
+                lent[:] = bytes(len(lent))
             for one in sent:
                 found = receiver.receive(10)
                 assert found is not None
@@ -168,7 +169,7 @@ def test_a_listener_that_lies() -> None:
         def lie() -> None:
             connection, _ = server.accept()
             with connection:
-                connection.sendall(b"quire-handover" + (1).to_bytes(2, "little") + b"\0" + bytes(32))
+                connection.sendall(b"quire-handover" + (2).to_bytes(2, "little") + b"\0" + bytes(32))
                 connection.recv(49 + 32, socket.MSG_WAITALL)  # hello and proof, which may come together
                 connection.sendall(b"\x01" + bytes(32))
                 time.sleep(0.05)
@@ -183,7 +184,7 @@ def test_a_listener_that_lies() -> None:
 @pytest.mark.parametrize(
     ("hello", "message"),
     [
-        (b"quire-handover" + (2).to_bytes(2, "little") + b"\0" + bytes(32), "hands over by version 2; 1 is expected"),
+        (b"quire-handover" + (3).to_bytes(2, "little") + b"\0" + bytes(32), "hands over by version 3; 2 is expected"),
         (b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n\r\n\r\n", "hands over no state"),
         (b"quire", "ended the greeting: the connection was closed"),
     ],

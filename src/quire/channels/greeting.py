@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from quire.base.errors import InvalidArgument, Unsupported
 from quire.channels.sealed import Seal, can_seal
 
-VERSION = 1
+VERSION = 2
 """Of the greeting and of what follows it."""
 GREETING_SECONDS = 10.0
 """Most seconds of a greeting."""

@@ -14,20 +14,22 @@ import os
 import socket
 import struct
 import threading
+from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quire.base.errors import DataLoss
-from quire.channels.socket_end import MOST_BYTES, STALL_SECONDS, SocketEnd
-from quire.contracts.channel import Buffers
+from quire.channels.socket_end import SocketEnd, drop
 
 RING_BYTES = 16 << 20
 """Of each direction."""
 _PIECE = RING_BYTES // 8
 _LEAST = 4096
 """Bytes that a piece counts at least, so that notes of small ones never fill the socket."""
+_Bytes: TypeAlias = NDArray[np.uint8]
 _NOTE = struct.Struct("<BQ")
-_BEGIN, _HERE, _BACK = 1, 2, 3
+_HERE, _BACK = 1, 2
 
 
 class RingEnd(SocketEnd):
@@ -35,7 +37,7 @@ class RingEnd(SocketEnd):
 
     def __init__(self, connection: socket.socket, peer: str, *, connects: bool) -> None:
         """Share memory with the peer; ``connects``: this end makes it."""
-        super().__init__(connection, peer)
+        super().__init__(connection, peer, None, keeps_bytes=True)
         if connects:
             memory = os.memfd_create("quire-handover", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(memory, 2 * RING_BYTES)
@@ -57,72 +59,71 @@ class RingEnd(SocketEnd):
         self._written = self._read_to = 0
         """Bytes that have gone through the rings, by direction."""
         self._room = RING_BYTES
+        self._here = self._piece = 0
+        """Bytes of the last piece that were not read, and all of them."""
         self._noting = threading.Lock()
 
-    def _write(self, parts: Buffers) -> None:
-        notes = [_NOTE.pack(_BEGIN, sum(map(len, parts)))]
-        for part in parts:
-            data = np.frombuffer(part, dtype=np.uint8)
-            for start in range(0, data.size, _PIECE):
-                piece = data[start : start + _PIECE]
-                if not self._takes(max(piece.size, _LEAST)):
+    def _write(self, left: list[memoryview], seconds: float) -> None:
+        while left:
+            with self._changed:
+                if not self._changed.wait_for(lambda: self._room >= _LEAST or self._fault, seconds) or self._fault:
                     return
-                _copy(self._out, self._written, piece)
-                self._written += piece.size
-                self._note(*notes, _NOTE.pack(_HERE, piece.size))
-                notes = []
-        if notes:
-            self._note(*notes)
+            size, most = 0, min(self._room, _PIECE)
+            while left and size < most:
+                part = np.frombuffer(left[0][: most - size], dtype=np.uint8)
+                for ring, piece in _turned(self._out, self._written + size, part):
+                    ring[:] = piece
+                size += part.size
+                drop(left, part.size)
+            self._written += size
+            with self._changed:
+                self._room -= max(size, _LEAST)
+            self._note(_HERE, size)
 
-    def _takes(self, size: int) -> bool:
-        """Wait for room in the ring, and take it; False if the channel is broken."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._room >= size or self._fault, STALL_SECONDS):
-                raise DataLoss(f"it took nothing for {STALL_SECONDS} seconds")
-            self._room -= size
-            return not self._fault
+    def _note(self, kind: int, count: int) -> None:
+        with self._noting:  # Both directions have notes.
+            self._socket.sendall(_NOTE.pack(kind, count))
 
-    def _note(self, *notes: bytes) -> None:
-        with self._noting:  # Both threads write notes.
-            self._socket.sendall(b"".join(notes))
-
-    def _read(self) -> memoryview | None:
-        message, come = np.empty(0, dtype=np.uint8), -1
-        while come < message.size:
-            if (note := self._exactly(_NOTE.size)) is None:
-                if come < 0:
-                    return None
-                raise DataLoss("it ended within a message")
-            kind, count = _NOTE.unpack(note)
-            if kind == _BACK:
-                with self._changed:
-                    self._room = min(RING_BYTES, self._room + count)
-                    self._changed.notify_all()
-            elif kind == _BEGIN and come < 0 and count <= MOST_BYTES:
-                message, come = np.empty(count, dtype=np.uint8), 0
-            elif kind == _HERE and 0 <= come <= come + count <= message.size and count <= RING_BYTES:
-                place = self._read_to % RING_BYTES
-                first = min(count, RING_BYTES - place)
-                message[come : come + first] = self._back[place : place + first]
-                message[come + first : come + count] = self._back[: count - first]
-                self._read_to += count
-                come += count
+    def _fill(self, data: memoryview) -> bool:
+        target, come = np.frombuffer(data, dtype=np.uint8), 0
+        while come < target.size:
+            if not self._here and not self._wait():
+                if come:
+                    raise DataLoss("it ended within a message")
+                return False
+            count = min(self._here, target.size - come)
+            for ring, part in _turned(self._back, self._read_to, target[come : come + count]):
+                part[:] = ring
+            self._read_to += count
+            self._here -= count
+            come += count
+            if not self._here:
                 with contextlib.suppress(ConnectionError):  # The rest is read, though the peer is gone.
-                    self._note(_NOTE.pack(_BACK, max(count, _LEAST)))
-            else:
+                    self._note(_BACK, max(self._piece, _LEAST))
+        return True
+
+    def _wait(self) -> bool:
+        """Wait until something lies in the ring; False at the end of the connection."""
+        note = bytearray(_NOTE.size)
+        while super()._fill(memoryview(note)):
+            kind, count = _NOTE.unpack(note)
+            if kind == _HERE and 0 < count <= RING_BYTES:
+                self._here = self._piece = count
+                return True
+            if kind != _BACK:
                 raise DataLoss(f"a note of kind {kind} with {count} came out of turn")
-        return message.data
+            with self._changed:
+                self._room = min(RING_BYTES, self._room + count)
+                self._changed.notify_all()
+        return False
 
     def _release(self) -> None:
         del self._out, self._back
         self._memory.close()
 
 
-def _copy(
-    ring: np.ndarray[tuple[int], np.dtype[np.uint8]], at: int, piece: np.ndarray[tuple[int], np.dtype[np.uint8]]
-) -> None:
-    """Write bytes into a ring, around its end."""
+def _turned(ring: _Bytes, at: int, data: _Bytes) -> list[tuple[_Bytes, _Bytes]]:
+    """Return the pieces of a ring from byte ``at`` on, around its end, and of the data there."""
     place = at % RING_BYTES
-    first = min(piece.size, RING_BYTES - place)
-    ring[place : place + first] = piece[:first]
-    ring[: piece.size - first] = piece[first:]
+    first = min(data.size, RING_BYTES - place)
+    return [(ring[place : place + first], data[:first]), (ring[: data.size - first], data[first:])]

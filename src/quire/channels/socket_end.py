@@ -1,4 +1,9 @@
-"""``SocketEnd``: one end of a channel over a connected socket, which two threads read and write."""
+"""``SocketEnd``: one end of a channel over a connected socket.
+
+A message is its length in 8 bytes and its bytes, encrypted or not. The thread that sends it copies
+it to where the peer reads, as long as the peer keeps up. What is left then is kept, and a thread
+of the end writes it. Another one reads.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +18,14 @@ from collections import deque
 import numpy as np
 
 from quire.base.errors import DataLoss
+from quire.channels.sealed import Seal
 from quire.contracts.channel import Buffers
 
 STALL_SECONDS = 30
 """Seconds for which a peer may take nothing of what is sent."""
+PATIENCE_SECONDS = 0.005
+"""Seconds for which who sends waits for a peer that takes nothing. Then the end waits, until it has
+written all that was sent meanwhile."""
 CLOSE_SECONDS = 5
 """Seconds that a closing end gives the peer to take what was sent."""
 MOST_BYTES = 1 << 30
@@ -24,15 +33,18 @@ MOST_BYTES = 1 << 30
 
 
 class SocketEnd(ABC):
-    """See ``contracts.channel.Channel``. Its heirs say how a message passes."""
+    """See ``contracts.channel.Channel``. Its heirs say how bytes pass."""
 
-    def __init__(self, connection: socket.socket, peer: str) -> None:
-        """Use a connection, in blocking mode, from now on; ``peer`` names the other end."""
-        self._socket, self.peer = connection, peer
+    def __init__(self, connection: socket.socket, peer: str, seal: Seal | None, *, keeps_bytes: bool) -> None:
+        """Use a connection, in blocking mode, from now on; ``peer`` names the other end; ``seal``
+        encrypts what passes, None: it passes as it is."""
+        self._socket, self.peer, self._seal, self.keeps_bytes = connection, peer, seal, keeps_bytes
         connection.settimeout(None)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", STALL_SECONDS, 0))
         self._inbox: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
-        self._outbox: deque[Buffers] = deque()
+        self._outbox: deque[memoryview] = deque()
+        """What the thread of this end writes; the first one is being written."""
+        self._sending = threading.Lock()
         self._changed = threading.Condition()
         self._fault = ""
         """Why nothing passes any more."""
@@ -53,11 +65,18 @@ class SocketEnd(ABC):
         return not (self._closing or self._fault)
 
     def send(self, parts: Buffers) -> None:
-        with self._changed:
-            if self._closing or self._fault:
+        with self._sending:
+            if not self.is_open:
                 raise DataLoss(self._fault or "this end of the channel is closed")
-            self._outbox.append(parts)
-            self._changed.notify_all()
+            if self._seal is not None:
+                parts = [self._seal.close(parts)]
+            left = [memoryview(part) for part in (sum(map(len, parts)).to_bytes(8, "little"), *parts) if len(part)]
+            if not self._outbox and not self._writes(left, PATIENCE_SECONDS):
+                raise DataLoss(self._fault)
+            if left:
+                with self._changed:
+                    self._outbox.append(memoryview(b"".join(left)))
+                    self._changed.notify_all()
 
     def receive(self, timeout: float | None = None) -> memoryview | None:
         if self._closing:
@@ -72,7 +91,7 @@ class SocketEnd(ABC):
         return found
 
     def close(self) -> None:
-        with self._changed:
+        with self._sending, self._changed:
             if self._closing:
                 return
             self._closing = True
@@ -101,40 +120,51 @@ class SocketEnd(ABC):
         except (OSError, ValueError, DataLoss) as error:
             self._break(f"the channel to {self.peer} is broken: {error}")
 
+    def _read(self) -> memoryview | None:
+        """Return the next message; None at the end of the connection."""
+        head = np.empty(8, dtype=np.uint8).data
+        if not self._fill(head):
+            return None
+        if (count := int.from_bytes(head, "little")) > MOST_BYTES:
+            raise DataLoss(f"a message of {count} bytes; {MOST_BYTES} are possible at most")
+        data = np.empty(count, dtype=np.uint8).data
+        if not self._fill(data):
+            raise DataLoss("it ended within a message")
+        return data if self._seal is None else self._seal.open(data)
+
     def _write_all(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._outbox or self._closing or self._fault)
+                if self._fault or not self._outbox:
+                    return
+            left = [self._outbox[0]]
+            if self._writes(left, STALL_SECONDS) and left:
+                self._break(f"the channel to {self.peer} is broken: it took nothing for {STALL_SECONDS} seconds")
+            self._outbox.popleft()
+
+    def _writes(self, left: list[memoryview], seconds: float) -> bool:
+        """Write as ``_write`` does; False, with the fault noted, if the channel is broken."""
         try:
-            while True:
-                with self._changed:
-                    self._changed.wait_for(lambda: self._outbox or self._closing or self._fault)
-                    if self._fault or not self._outbox:
-                        return
-                    parts = self._outbox.popleft()
-                self._write(parts)
+            self._write(left, seconds)
         except ConnectionError as error:  # What the peer has sent before it went is still to be read.
             with self._changed:
                 self._fault = self._fault or f"the channel to {self.peer} is broken: {error}"
                 self._changed.notify_all()
-        except (OSError, DataLoss) as error:
-            self._break(f"the channel to {self.peer} is broken: {error}")
+        except BaseException as error:  # Half of a message may have passed.
+            self._break(f"the channel to {self.peer} is broken: {error or type(error).__name__}")
+            if not isinstance(error, (OSError, DataLoss)):
+                raise
+        return not self._fault
 
     @abstractmethod
-    def _read(self) -> memoryview | None:
-        """Return the next message; None at the end of the connection."""
-
-    @abstractmethod
-    def _write(self, parts: Buffers) -> None:
-        """Write one message."""
+    def _write(self, left: list[memoryview], seconds: float) -> None:
+        """Write these bytes, and keep those in ``left`` of which the peer has taken none for
+        ``seconds``."""
 
     @abstractmethod
     def _release(self) -> None:
         """Give back what the end holds besides the socket."""
-
-    def _exactly(self, count: int) -> memoryview | None:
-        """Return the next bytes; None if the connection ends before the first of them."""
-        if count > MOST_BYTES:
-            raise DataLoss(f"a message of {count} bytes; {MOST_BYTES} are possible at most")
-        data = np.empty(count, dtype=np.uint8).data
-        return data if self._fill(data) else None
 
     def _fill(self, data: memoryview) -> bool:
         """Read into ``data``; False if the connection ends before the first byte of it."""
@@ -148,12 +178,10 @@ class SocketEnd(ABC):
             come += count
         return True
 
-    def _put(self, parts: Buffers) -> None:
-        """Write these bytes."""
-        left = [memoryview(part) for part in parts if len(part)]
-        while left:
-            sent = self._socket.sendmsg(left[:64])
-            while left and sent >= len(left[0]):
-                sent -= len(left.pop(0))
-            if sent:
-                left[0] = left[0][sent:]
+
+def drop(left: list[memoryview], count: int) -> None:
+    """Remove the first ``count`` bytes."""
+    while left and count >= len(left[0]):
+        count -= len(left.pop(0))
+    if count:
+        left[0] = left[0][count:]

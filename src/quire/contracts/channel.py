@@ -16,11 +16,13 @@ class Channel(Protocol):
     """One end. Messages arrive whole, once, in the order in which they were sent.
 
     One thread at a time receives; any threads send. An end belongs to its caller, who closes it.
+    An end with ``keeps_bytes = True`` answers for the bytes of rows and states, which have no
+    checksum then: they are encrypted with authentication, or do not leave this machine.
     """
 
     def send(self, parts: Buffers) -> None:
-        """Send one message. It does not wait for the peer to read, so the parts must not change
-        afterwards. ``DataLoss``: the end is closed, or the peer is gone."""
+        """Send one message, whose parts may change afterwards. It waits no longer than milliseconds
+        for the peer to read. ``DataLoss``: the end is closed, or the peer is gone."""
 
     def receive(self, timeout: float | None = None) -> memoryview | None:
         """Return the next message, in memory of its own; None if there is none for ``timeout``

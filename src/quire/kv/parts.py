@@ -92,6 +92,13 @@ class StateParts:
         place, whole = (layer.class_index, layer.index), self._planes(self.whole_specs[layer_id])
         return self.division.join(layer_id, place, slots_N, own, self._planes(layer.spec), whole, self.device)
 
+    def lend(self, layer_id: int, slots_N: NDArray[np.int64]) -> list[Tensor]:
+        """Return the planes of ``take`` one after the other, in pieces that may be views."""
+        if self.division is not None:
+            return list(self.take(layer_id, slots_N).values())
+        layer = self.paged.layers[layer_id]
+        return self.paged.classes[layer.class_index].storage.lend(layer.index, slots_N)
+
     def own_planes(
         self, seq_id: SeqId, layer_id: int, slots_N: NDArray[np.int64], planes: Mapping[str, Tensor]
     ) -> Mapping[str, Tensor]:

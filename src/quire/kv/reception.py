@@ -20,6 +20,7 @@ from quire.kv.forward_need import ReceivedPages
 from quire.kv.messages import planes_of
 from quire.kv.parts import StateParts
 from quire.kv.position_maps import slots_of_runs
+from quire.kv.storage import FEW_RUNS
 from quire.kv.transfer import Transfer
 
 
@@ -116,7 +117,7 @@ class Reception(Transfer):
         planes = planes_of(data, plan, f"{slots.size} rows of layer {layer_id}")
         storage = state.paged.classes[layer.class_index].storage
         breaks = np.flatnonzero(np.diff(slots) != 1) + 1
-        if breaks.size < _RUNS:
+        if breaks.size < FEW_RUNS:
             for low, high in zip((0, *breaks.tolist()), (*breaks.tolist(), slots.size), strict=True):
                 run = {name: plane[low:high] for name, plane in planes.items()}
                 own = state.own_planes(self.seq_id, layer_id, slots[low:high], run)
@@ -152,7 +153,3 @@ class Reception(Transfer):
         self._state.sequences.give_back_reception(self.seq_id)
         if self._state.recurrent is not None:
             self._state.recurrent.table.give_back_reception(self.seq_id)
-
-
-_RUNS = 8
-"""Runs of slots from which on rows are written by an index."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from quire.kv.storage import geometry
 from quire.kv.transfer import Transfer
 
 PIECE_BYTES = 2 << 20
-"""Bytes of rows in a message, about: it is gathered, sent and written while the next one is."""
+"""Bytes of rows in a message, about: it is sent and written while the next one is."""
 
 
 class SendMark(Transfer):
@@ -48,6 +48,7 @@ class SendMark(Transfer):
         """Whether all was sent."""
         self.delivered = False
         """Whether the receiver has said that all of it counts there."""
+        self._checked = not getattr(channel, "keeps_bytes", False)
         self._state, self._slots = state, classes
         self._gone = begin
         """One behind the last token whose rows were sent."""
@@ -59,12 +60,12 @@ class SendMark(Transfer):
     def told(self) -> str:
         return f"{self.sent - self.begin} of {self.end - self.begin} tokens of sequence {self.seq_id} were sent"
 
-    def say(self, kind: str, planes: Mapping[str, Tensor] | None = None, **more: Any) -> None:
+    def say(self, kind: str, planes: Iterable[Tensor] = (), **more: Any) -> None:
         """Send one message. A channel that fails ends the hand-over, not what calls this."""
         if self.error is None:
             try:
                 header = {"transfer": self.name, "kind": kind, **more}
-                self.channel.send(packed(header, () if planes is None else planes.values()))
+                self.channel.send(packed(header, planes, checked=self._checked))
             except QuireError as error:
                 self.fail(DataLoss(f"{error}; {self.told()}"))
 
@@ -80,7 +81,7 @@ class SendMark(Transfer):
         most = max(1, PIECE_BYTES // max(1, per_row))
         for first in range(0, stored.size, most):
             some = stored[first : first + most]
-            self.say("rows", self._state.take(layer_id, source[some]), layer=layer_id, runs=runs_of(target[some]))
+            self.say("rows", self._state.lend(layer_id, source[some]), layer=layer_id, runs=runs_of(target[some]))
 
     def advance(self, length: int) -> None:
         """Count the tokens below ``length``, whose rows were sent layer by layer; send what stands
@@ -112,11 +113,11 @@ class SendMark(Transfer):
         if state.recurrent is not None:
             export = SequenceExport.of(state, self.seq_id)
             for layer in state.recurrent_ids:
-                self.say("state", export.states(layer, self.end), layer=layer)
+                self.say("state", export.states(layer, self.end).values(), layer=layer)
         if encoders is not None:
             for layer in encoders.specs:
                 if rows := encoders.table.rows(self.seq_id, layer):
-                    self.say("encoder", encoders.take(self.seq_id, layer), layer=layer, rows=rows)
+                    self.say("encoder", encoders.take(self.seq_id, layer).values(), layer=layer, rows=rows)
         self.say("end")
         self.ended = True
 

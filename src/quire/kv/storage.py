@@ -57,6 +57,8 @@ def check_tensor(what: str, given: Tensor, dtype: torch.dtype, shape: tuple[int,
         )
 
 
+FEW_RUNS = 8
+"""Runs of slots from which on rows are copied by an index."""
 MAPPED = 4 << 20
 """Bytes from which on zeros have a mapping of their own. NumPy's may lie in memory that the process
 has kept (``kernels.malloc``), and is then zeroed at once."""
@@ -191,6 +193,14 @@ class PagedStorage:
     def take(self, layer: int, slots: NDArray[np.int64]) -> dict[str, Tensor]:
         """Return fresh planes of these slots, ``[N, ...]``."""
         return {name: _taken(plane, slots) for name, plane in self.planes[layer].items()}
+
+    def lend(self, layer: int, slots: NDArray[np.int64]) -> list[Tensor]:
+        """Return the planes of these slots one after the other, in pieces that may be views."""
+        starts = np.flatnonzero(np.diff(slots) != 1) + 1
+        if self.device.type != "cpu" or starts.size >= FEW_RUNS:
+            return list(self.take(layer, slots).values())
+        runs = [slice(int(run[0]), int(run[0]) + run.size) for run in np.split(slots, starts)]
+        return [plane[run] for plane in self.planes[layer].values() for run in runs]
 
     def put(self, layer: int, slots: NDArray[np.int64], planes: Mapping[str, Tensor]) -> None:
         """Write planes of the device to slots that the host knows."""
