@@ -37,6 +37,7 @@ from quire.channels.socket_end import SocketEnd
 from quire.channels.urls import Listener, connect
 from quire.contracts.channel import Channel
 from quire.contracts.layers import FullAttention
+from quire.kernels.linear.packed_memory import COLLAPSING
 from quire.kernels.malloc import keep_freed_memory
 from quire.kv.send_mark import PIECE_BYTES
 from quire.kv.state import State
@@ -106,7 +107,7 @@ def serve_child(kind: str, *given: str) -> None:
     model, url, threads = given
     torch.set_num_threads(int(threads))
     llm = AsyncLLM(model, kv_cache_memory="1GiB")
-    asyncio.run(llm.generate([prompt_of(llm, 300, 99)], FIRST))
+    warm(llm)
     side = PrefillSide(llm, url, Trust(SECRET), llm.identity.fields())
     print(side.url, flush=True)
     sys.stdin.read()
@@ -212,6 +213,19 @@ def copy_part(rounds: int) -> dict[str, Any]:
 # -- the first token -------------------------------------------------------------------------------
 
 
+def warm(llm: AsyncLLM) -> None:
+    """Run a prompt, touch the whole pool, as a server's prompts have after minutes, and wait until
+    weights lie in huge pages."""
+    asyncio.run(llm.generate([prompt_of(llm, 300, 99)], FIRST))
+    for one in llm.engine.runner.state.parts.paged.classes:
+        for rows in one.storage._tensors:
+            rows.zero_()
+    asyncio.run(llm.reset_prefix_cache())
+    for thread in threading.enumerate():
+        if thread.name == COLLAPSING:
+            thread.join()
+
+
 def prompt_of(llm: AsyncLLM, tokens: int, seed: int) -> list[int]:
     """Return random tokens."""
     found: list[int] = random_prompts(1, tokens, llm.model.vocab_size, seed=seed)[0].tolist()
@@ -223,7 +237,7 @@ def first_part(name: str, tokens: int, rounds: int) -> dict[str, Any]:
     path, threads = str(checkpoint(name)), torch.get_num_threads()
     found: dict[str, Any] = {"model": name, "tokens": tokens}
     llm = AsyncLLM(path, kv_cache_memory="1GiB")
-    asyncio.run(llm.generate([prompt_of(llm, 300, 99)], FIRST))
+    warm(llm)
     with tempfile.TemporaryDirectory() as folder:
         for url in ("tcp://127.0.0.1:0", f"shm:{folder}/s"):
             with child("first", path, url, str(threads)) as (at, _):
