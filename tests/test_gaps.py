@@ -105,10 +105,9 @@ def test_a_session_with_a_window_that_is_preempted_keeps_its_window(tmp_path: Pa
     checkpoint = make_checkpoint("llama", tmp_path)
     prompt, found = random_tokens(45), []
     for preempted in (False, True):
-        llm = LLM(checkpoint.path, device="cpu", dtype="float32", kv_cache_memory=400 * BYTES_PER_TOKEN, page_size=4)
+        options = {"kv_cache_memory": 400 * BYTES_PER_TOKEN, "page_size": 4, "host_memory": 2**30 if kept else 0}
+        llm = LLM(checkpoint.path, device="cpu", dtype="float32", **options)
         engine = engine_of(llm)
-        engine.branches.tier.capacity = 2**30 if kept else 0
-        engine.branches.tier.worth_moving = lambda *_, **__: True
         session = llm.session(prompt, window=20, sink=3)
         stream = session.stream(greedy(25))
         tokens = [token for _ in range(after) for token in next(stream).token_ids]
