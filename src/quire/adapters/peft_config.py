@@ -107,7 +107,7 @@ class LoraConfig:
     """Ends of the names of modules that are saved whole (``modules_to_save``)."""
     _compiled: dict[str, regex.Pattern[str]] = field(default_factory=dict, repr=False, compare=False)
     _seconds: list[float] = field(default_factory=lambda: [MATCH_SECONDS], repr=False, compare=False)
-    """What is left of ``MATCH_SECONDS``."""
+    """One number: the remaining seconds of ``MATCH_SECONDS``, which all matches share."""
 
     def rank_of(self, module: str) -> int:
         """Return the rank of the module's update."""

@@ -43,7 +43,7 @@ class SocketEnd(ABC):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", STALL_SECONDS, 0))
         self._inbox: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
         self._outbox: deque[memoryview] = deque()
-        """What the thread of this end writes; the first one is being written."""
+        """Messages, or their ends, for the thread that writes; the first one is being written."""
         self._sending = threading.Lock()
         self._changed = threading.Condition()
         self._fault = ""

@@ -27,10 +27,11 @@ GRAMMAR_ENDED = "structured_outputs: the grammar cannot go on from here: "
 """How an error begins that ends a generation because of what its grammar is."""
 
 USUAL_SECONDS = 0.02
-"""Seconds of a core for a token of a grammar, its mask and taking it in, that do not count."""
+"""Processor seconds that a token may take, for its mask and for taking it in, without being
+counted."""
 
 MAX_SECONDS = 5.0
-"""Seconds beyond these that the grammar of a generation may take."""
+"""Most counted processor seconds of the grammar of one generation."""
 
 
 class GrammarMatcher:
@@ -42,9 +43,9 @@ class GrammarMatcher:
         self.over = False
         """Whether, at the last mask, the text could end and nothing could be added to it."""
         self._seconds = 0.0
-        """Of a core, since the last token."""
+        """Processor seconds of the grammar since the last token."""
         self._excess = 0.0
-        """Seconds that count."""
+        """Processor seconds beyond ``USUAL_SECONDS`` a token, of all tokens so far."""
 
     def fork(self) -> GrammarMatcher:
         """Return a matcher at the same place."""
@@ -63,7 +64,8 @@ class GrammarMatcher:
             raise self.problem() or QuireError(f"structured_outputs: token {token} does not continue the text")
         if self._excess > MAX_SECONDS:
             raise ResourceExhausted(
-                f"{GRAMMAR_ENDED}its masks took more than {MAX_SECONDS:g} s; let it read a text in fewer ways"
+                f"{GRAMMAR_ENDED}its tokens took {self._excess:.1f} s beyond {USUAL_SECONDS:g} s each, and "
+                f"{MAX_SECONDS:g} s are allowed; let it read a text in fewer ways"
             )
 
     def accepts(self, token: int) -> bool:
