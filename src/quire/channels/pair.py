@@ -11,8 +11,6 @@ from quire.contracts.channel import Buffers, Channel
 class PairEnd:
     """One end (``contracts.channel.Channel``). What is sent is copied once."""
 
-    keeps_bytes = True
-
     def __init__(self) -> None:
         self._inbox: queue.SimpleQueue[bytearray | None] = queue.SimpleQueue()
         self._peer: PairEnd | None = None

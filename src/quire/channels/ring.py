@@ -37,7 +37,7 @@ class RingEnd(SocketEnd):
 
     def __init__(self, connection: socket.socket, peer: str, *, connects: bool) -> None:
         """Share memory with the peer; ``connects``: this end makes it."""
-        super().__init__(connection, peer, None, keeps_bytes=True)
+        super().__init__(connection, peer, None)
         if connects:
             memory = os.memfd_create("quire-handover", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(memory, 2 * RING_BYTES)

@@ -35,10 +35,10 @@ MOST_BYTES = 1 << 30
 class SocketEnd(ABC):
     """See ``contracts.channel.Channel``. Its heirs say how bytes pass."""
 
-    def __init__(self, connection: socket.socket, peer: str, seal: Seal | None, *, keeps_bytes: bool) -> None:
+    def __init__(self, connection: socket.socket, peer: str, seal: Seal | None) -> None:
         """Use a connection, in blocking mode, from now on; ``peer`` names the other end; ``seal``
         encrypts what passes, None: it passes as it is."""
-        self._socket, self.peer, self._seal, self.keeps_bytes = connection, peer, seal, keeps_bytes
+        self._socket, self.peer, self._seal = connection, peer, seal
         connection.settimeout(None)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", STALL_SECONDS, 0))
         self._inbox: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()

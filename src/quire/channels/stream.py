@@ -12,10 +12,9 @@ from quire.channels.socket_end import SocketEnd, drop
 class StreamEnd(SocketEnd):
     """One end of a connection whose peer is known (``greeting``)."""
 
-    def __init__(self, connection: socket.socket, peer: str, seal: Seal | None, *, local: bool) -> None:
-        """Use a connection; ``seal`` encrypts what passes, None: it passes as it is. ``local``: the
-        ends are on one machine. TCP's own checksum of 16 bits is too weak for a network."""
-        super().__init__(connection, peer, seal, keeps_bytes=local or seal is not None)
+    def __init__(self, connection: socket.socket, peer: str, seal: Seal | None) -> None:
+        """Use a connection; ``seal`` encrypts what passes, None: it passes as it is."""
+        super().__init__(connection, peer, seal)
         self._room = select.poll()
         self._room.register(connection, select.POLLOUT)
 

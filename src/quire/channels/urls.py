@@ -69,9 +69,9 @@ def _end(connection: socket.socket, peer: str, trust: Trust, *, connects: bool) 
         else:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            local = all(map(_is_loopback, (connection.getsockname()[0], connection.getpeername()[0])))
-            seal = greet(connection, peer, trust, connects=connects, local=local)
-            found = StreamEnd(connection, peer, seal, local=local)
+            ends = connection.getsockname()[0], connection.getpeername()[0]
+            seal = greet(connection, peer, trust, connects=connects, local=all(map(_is_loopback, ends)))
+            found = StreamEnd(connection, peer, seal)
     except BaseException:
         connection.close()
         raise

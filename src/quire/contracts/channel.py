@@ -16,8 +16,6 @@ class Channel(Protocol):
     """One end. Messages arrive whole, once, in the order in which they were sent.
 
     One thread at a time receives; any threads send. An end belongs to its caller, who closes it.
-    An end with ``keeps_bytes = True`` answers for the bytes of rows and states, which have no
-    checksum then: they are encrypted with authentication, or do not leave this machine.
     """
 
     def send(self, parts: Buffers) -> None:

@@ -1,8 +1,8 @@
 """Messages between two states that hand over a sequence: a JSON header and the bytes of tensors.
 
-A message is the XXH3-64 of all that follows (8 bytes; 0: the channel answers for it), the length
-of the header (4 bytes), the header, spaces up to a multiple of 64 bytes, and the planes of rows or
-states, one after the other. Numbers are little-endian. ``docs/handover.md`` describes the headers.
+A message is the XXH3-64 of all that follows (8 bytes), the length of the header (4 bytes), the
+header, spaces up to a multiple of 64 bytes, and the planes of rows or states, one after the other.
+Numbers are little-endian. ``docs/handover.md`` describes the headers.
 """
 
 from __future__ import annotations
@@ -20,35 +20,28 @@ from quire.base.errors import DataLoss
 from quire.contracts.kv_state import TensorPlan
 from quire.statefile.container import bytes_of
 
-VERSION = 2
+VERSION = 1
 """Of the messages; both sides must have the same."""
 _FIXED = 12
 _ALIGNMENT = 64
-_UNCHECKED = bytes(8)
 
 
-def packed(
-    header: Mapping[str, Any], planes: Iterable[Tensor] = (), *, checked: bool = True
-) -> list[bytes | memoryview]:
-    """Return the parts of a message. ``planes`` must not change while they are sent. ``checked``:
-    with a checksum."""
+def packed(header: Mapping[str, Any], planes: Iterable[Tensor] = ()) -> list[bytes | memoryview]:
+    """Return the parts of a message. ``planes`` must not change while they are sent."""
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(_FIXED + len(text)) % _ALIGNMENT)
     body: list[bytes | memoryview] = [len(text).to_bytes(4, "little") + text, *map(bytes_of, planes)]
     digest = xxhash.xxh3_64()
-    for part in body if checked else ():
+    for part in body:
         digest.update(part)
-    return [digest.intdigest().to_bytes(8, "little") if checked else _UNCHECKED, *body]
+    return [digest.intdigest().to_bytes(8, "little"), *body]
 
 
 def opened(message: memoryview) -> tuple[dict[str, Any], memoryview]:
     """Return a message's header and the bytes of its planes; ``DataLoss`` for a damaged one."""
     size = len(message)
     stop = _FIXED + int.from_bytes(message[8:_FIXED], "little") if size >= _FIXED else 0
-    is_whole = _FIXED < stop <= size
-    if is_whole and (given := message[:8]) != _UNCHECKED:
-        is_whole = xxhash.xxh3_64_intdigest(message[8:]) == int.from_bytes(given, "little")
-    if not is_whole:
+    if not _FIXED < stop <= size or xxhash.xxh3_64_intdigest(message[8:]) != int.from_bytes(message[:8], "little"):
         raise DataLoss(f"a message of {size} bytes is damaged: its checksum is another one")
     header = json.loads(bytes(message[_FIXED:stop]))
     return header, message[stop:]

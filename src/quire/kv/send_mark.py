@@ -48,7 +48,6 @@ class SendMark(Transfer):
         """Whether all was sent."""
         self.delivered = False
         """Whether the receiver has said that all of it counts there."""
-        self._checked = not getattr(channel, "keeps_bytes", False)
         self._state, self._slots = state, classes
         self._gone = begin
         """One behind the last token whose rows were sent."""
@@ -65,7 +64,7 @@ class SendMark(Transfer):
         if self.error is None:
             try:
                 header = {"transfer": self.name, "kind": kind, **more}
-                self.channel.send(packed(header, planes, checked=self._checked))
+                self.channel.send(packed(header, planes))
             except QuireError as error:
                 self.fail(DataLoss(f"{error}; {self.told()}"))
 

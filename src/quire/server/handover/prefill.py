@@ -38,7 +38,7 @@ class Inbox:
 
     def __init__(self, channel: Channel) -> None:
         """Send by ``channel``."""
-        self._channel, self.keeps_bytes = channel, getattr(channel, "keeps_bytes", False)
+        self._channel = channel
         self._queue: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
 
     def send(self, parts: Buffers) -> None:
