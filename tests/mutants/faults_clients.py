@@ -71,6 +71,13 @@ MUTANTS = (
         file="server/tools/choice.py",
         old='schema = schema_for(_those(tools, allowed), "required")',
         new='schema = schema_for(tools, "required")',
+        tests=("server/test_chat.py::test_some_of_the_tools_are_allowed_as_json",),
+    ),
+    Mutant(
+        name="any-tool-is-allowed-in-a-known-format",
+        file="server/tools/choice.py",
+        old="            _those(tools.given, tools.forced_names),\n            one_call=",
+        new="            tools.given,\n            one_call=",
         tests=("server/test_chat.py::test_some_of_the_tools_are_allowed",),
     ),
     Mutant(

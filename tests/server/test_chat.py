@@ -347,6 +347,14 @@ def test_some_of_the_tools_are_allowed(capable: Served) -> None:
     assert json.loads(call["function"]["arguments"]) == {}
 
 
+def test_some_of_the_tools_are_allowed_as_json(chat_client: httpx.Client) -> None:
+    """By a template whose format of calls is unknown."""
+    body = {"tools": [WEATHER, TIME], "seed": 3, "max_tokens": 300, "parallel_tool_calls": False}
+    for name in ("time", "weather"):
+        found = ask(chat_client, **body, tool_choice=allowed("required", name))
+        assert found["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == name
+
+
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
 def test_a_forced_call_wins_over_a_form(capable: Served, choice: Any) -> None:
     body = {"tools": [WEATHER], "response_format": FORM, "tool_choice": choice, "parallel_tool_calls": False}
