@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 import io
 import re
+import signal
 import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from threading import Thread
+from types import FrameType
 from typing import Any
 
 import pytest
-from tqdm import tqdm
+import tqdm.std
 
 from quire import LLM, AsyncLLM, SamplingParams
 from quire.base.errors import DataLoss, InvalidArgument
+from quire.base.progress import Bar
 from quire.cli import main as cli
 from quire.engine import progress_bars
 from quire.models import catalogue
@@ -76,7 +80,7 @@ def generate(monkeypatch: pytest.MonkeyPatch, stderr: io.StringIO) -> str:
     options = ["--temperature", "0", "--max-tokens", "2", "--dtype", "float32", "--kv-cache-memory", "32MiB"]
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stderr", stderr)
-        patch.setattr("quire.engine.progress_bars.tqdm", partial(tqdm, mininterval=0))
+        patch.setattr("quire.engine.progress_bars.Bar", partial(Bar, mininterval=0))
         cli.app(["generate", LONG, "--max-num-batched-tokens", "32", *options], standalone_mode=False)
     return stderr.getvalue()
 
@@ -99,7 +103,7 @@ def test_the_command_shows_the_prompt_and_writes_the_same(
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bars are shown without a delay, and every time."""
     monkeypatch.setattr(progress_bars, "DELAY", 0)
-    monkeypatch.setattr(progress_bars, "tqdm", partial(tqdm, mininterval=0))
+    monkeypatch.setattr(progress_bars, "Bar", partial(Bar, mininterval=0))
 
 
 def seen(monkeypatch: pytest.MonkeyPatch, stderr: io.StringIO, act: Callable[[], object]) -> str:
@@ -204,6 +208,91 @@ def test_servers_show_no_bars(monkeypatch: pytest.MonkeyPatch, at_once: None) ->
 def test_the_time_left_is_shown(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     text = shown(llm, monkeypatch, LONG, stderr=Terminal())
     assert re.search(r"prompt tokens 64/\d+, \d\d:\d\d left", text)
+
+
+# -- the lock of all bars --------------------------------------------------------------------------
+
+
+def interrupted_at(line: int, act: Callable[[], None]) -> bool:
+    """Run ``act`` with a Ctrl-C at the given line of tqdm's module, counted as they
+    run. False: fewer lines ran."""
+    reached = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal reached
+        if frame.f_code.co_filename != tqdm.std.__file__ or frame.f_code.co_name == "__del__":
+            return None  # Python drops the exceptions of finalisers
+        if event == "line":
+            reached += 1
+            if reached == line:
+                signal.raise_signal(signal.SIGINT)
+        return trace
+
+    before, handler = sys.gettrace(), signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.settrace(trace)
+    try:
+        act()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(before)
+        signal.signal(signal.SIGINT, handler)
+    return reached >= line
+
+
+def lock_is_free() -> bool:
+    """Return True if another thread gets tqdm's lock."""
+    got: list[bool] = []
+
+    def take() -> None:
+        for one in (locks := Bar.get_lock().locks):
+            got.append(one.acquire(timeout=1))
+            if got[-1]:
+                one.release()
+        assert locks
+
+    thread = Thread(target=take)
+    thread.start()
+    thread.join()
+    return all(got)
+
+
+def test_the_lock_is_free_after_an_interrupt_at_any_line() -> None:
+    def shown_bar() -> None:
+        with Bar(total=3, file=io.StringIO(), mininterval=0, leave=False) as bar:
+            bar.update()
+            bar.set_postfix_str("x")
+            bar.clear()
+
+    def hidden_bar() -> None:
+        with Bar(total=3, disable=True) as bar:
+            bar.update()
+
+    for act in (shown_bar, hidden_bar):
+        line = 1
+        while interrupted_at(line, act):
+            assert lock_is_free(), (act.__name__, line)
+            line += 1
+        assert line > 10
+
+
+def test_the_lock_is_free_after_an_error_of_stderr() -> None:
+    class Closed(io.StringIO):
+        shut = False
+
+        def write(self, text: str) -> int:
+            if self.shut:
+                raise BrokenPipeError
+            return super().write(text)
+
+    file = Closed()
+    bar = Bar(total=3, file=file, mininterval=0)
+    file.shut = True
+    for act in (bar.update, bar.clear, bar.close):
+        with pytest.raises(BrokenPipeError):
+            act()
+        assert lock_is_free(), act.__name__
+    file.shut = False
 
 
 # -- models ----------------------------------------------------------------------------------------

@@ -21,10 +21,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from tqdm import tqdm
 
 from quire import LLM, SamplingParams
 from quire.base.errors import CheckpointError, NotFound, QuireError, Unsupported
+from quire.base.progress import Bar
 from quire.kernels.native_library import native_problem
 from quire.models.catalogue import resolve_model
 from quire.models.families import family_of
@@ -142,7 +142,7 @@ def parameters_of(path: Path) -> tuple[str, dict[str, Tensor]]:
         places = checkpoint.choose([expand(table, config.num_layers) for table in family.name_tables(config)])
         checkpoint.check(places, family.ignorable_names(config))
         device = torch.device("cpu")
-        weights = LazyParameters(checkpoint, places, torch.float32, device, tqdm(disable=True))
+        weights = LazyParameters(checkpoint, places, torch.float32, device, Bar(disable=True))
         return config.canonical(), {name: weights[name].clone() for name in weights}
 
 

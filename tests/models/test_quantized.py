@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from tqdm import tqdm
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from quire import LLM, SamplingParams
 from quire.base.errors import CheckpointError, QuireError, Unsupported
+from quire.base.progress import Bar
 from quire.build import expanded_weights
 from quire.models.families import family_of
 from quire.models.fingerprint import model_fingerprint
@@ -124,7 +124,7 @@ def parameters_of(path: Path, dtype: torch.dtype = torch.float32) -> dict[str, T
     with Checkpoint(open_weights(path, read_quantized(values))) as checkpoint:
         places = checkpoint.choose([expand(table, config.num_layers) for table in family.name_tables(config)])
         checkpoint.check(places, family.ignorable_names(config))
-        weights = LazyParameters(checkpoint, places, dtype, torch.device("cpu"), tqdm(disable=True))
+        weights = LazyParameters(checkpoint, places, dtype, torch.device("cpu"), Bar(disable=True))
         return {name: weights[name].clone() for name in weights}
 
 

@@ -10,9 +10,9 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from tqdm import tqdm
+from quire.base.progress import Bar
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,7 +43,7 @@ class GenerationBar:
         if show is None:
             show = sys.stderr.isatty() and (len(requests) > 1 or self._total > step_tokens)
         self.shown = show
-        self._bar = tqdm(total=len(requests), desc="Generating", unit="prompt", disable=not show)
+        self._bar = Bar(total=len(requests), desc="Generating", unit="prompt", disable=not show)
         self._said: str | None = None
         self._began: tuple[float, int] | None = None
         """The time of the first estimate, and the number of tokens done by then."""
@@ -66,7 +66,7 @@ class GenerationBar:
         seconds = time.monotonic() - started
         if done <= before or not seconds:
             return ""
-        return f", {tqdm.format_interval(seconds * (self._total - done) / (done - before))} left"
+        return f", {Bar.format_interval(seconds * (self._total - done) / (done - before))} left"
 
     def close(self) -> None:
         """Show the final state and leave the line."""
@@ -79,7 +79,7 @@ class PromptBar:
 
     def __init__(self, request: Request, use_tqdm: bool | None) -> None:
         self._request = request
-        self._bar = tqdm(
+        self._bar = Bar(
             total=request.asked.num_prompt,
             initial=request.num_prompt_run,
             desc="Prompt",
@@ -127,7 +127,7 @@ def prompt_pieces(tokens: Sequence[int], step_tokens: int) -> Generator[Sequence
     """
     show = sys.stderr.isatty() and len(tokens) > step_tokens
     size = step_tokens if show else len(tokens)
-    with tqdm(total=len(tokens), desc="Prompt", unit="token", leave=False, disable=not show) as bar:
+    with Bar(total=len(tokens), desc="Prompt", unit="token", leave=False, disable=not show) as bar:
         for start in range(0, len(tokens), size):
             piece = tokens[start : start + size]
             yield piece
@@ -135,17 +135,17 @@ def prompt_pieces(tokens: Sequence[int], step_tokens: int) -> Generator[Sequence
 
 
 @contextmanager
-def byte_bar(what: str, total: int, use_tqdm: bool | None) -> Iterator[tqdm[Any]]:
+def byte_bar(what: str, total: int, use_tqdm: bool | None) -> Iterator[Bar]:
     """Give a bar of ``total`` bytes."""
     shown = is_wanted(use_tqdm)
     delay = 0 if use_tqdm else DELAY
-    with tqdm(
+    with Bar(
         total=total, desc=what, unit="B", unit_scale=True, leave=bool(use_tqdm), delay=delay, disable=not shown
     ) as bar:
         yield bar
 
 
-def counted(tensors: Iterable[tuple[str, Tensor]], bar: tqdm[Any]) -> Iterator[tuple[str, Tensor]]:
+def counted(tensors: Iterable[tuple[str, Tensor]], bar: Bar) -> Iterator[tuple[str, Tensor]]:
     """Yield tensors, and count the bytes of each once the next one is asked for."""
     for name, tensor in tensors:
         nbytes = tensor.nbytes

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.base.errors import InvalidArgument, NotFound
+from quire.base.progress import Bar
 from quire.weights.gguf_paths import is_gguf, part_files
 
 ALLOWED_FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer*")
@@ -189,7 +190,7 @@ def _download_bar() -> type[Any]:
 
     base: Any = utils.tqdm  # type: ignore[attr-defined]
 
-    class DownloadBar(base):  # type: ignore[misc]
+    class DownloadBar(Bar, base):  # type: ignore[misc]
         """A bar of a download."""
 
         def __init__(self, *args: Any, **given: Any) -> None:

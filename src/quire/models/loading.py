@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from tqdm import tqdm
 
 from quire.base.errors import CheckpointError, InvalidArgument, QuireError, ResourceExhausted, Unsupported
 from quire.base.host_memory import free_memory, size_words
+from quire.base.progress import Bar
 from quire.contracts.block_calls import LayerKernels
 from quire.contracts.layers import LayerSpec
 from quire.contracts.linear import BlockKernel
@@ -153,7 +153,7 @@ def load_model(
         here = {name: place for name, place in places.items() if own is None or place.parameter in own}
         total = checkpoint.nbytes(one for name, place in here.items() for one in place.stored(name))
         hidden = not (progress and sys.stderr.isatty())
-        with tqdm(total=total, unit="B", unit_scale=True, desc=f"loading {path.name}", disable=hidden) as bar:
+        with Bar(total=total, unit="B", unit_scale=True, desc=f"loading {path.name}", disable=hidden) as bar:
             weights = LazyParameters(checkpoint, places, resolved, device, bar, own)
             model = family.build(config, weights, values)
             if stages is not None and own is not None:

@@ -13,9 +13,9 @@ from itertools import takewhile
 from typing import Protocol
 
 import torch
-from tqdm import tqdm
 
 from quire.base.errors import ResourceExhausted
+from quire.base.progress import Bar
 from quire.base.sampling_params import SamplingParams
 from quire.base.types import Add, Chunk, Step
 from quire.kernels.draw.triton_penalties import fastest_penalties
@@ -138,7 +138,7 @@ def capture_usual(memory: DeviceMemory, capture: Callable[[int], bool], sizes: S
 
     def run() -> None:
         nonlocal done
-        with tqdm(sizes, desc="Capturing", unit="size", leave=False, disable=hidden) as bar:
+        with Bar(sizes, desc="Capturing", unit="size", leave=False, disable=hidden) as bar:
             done = sum(1 for _ in takewhile(capture, bar))
 
     taken = memory.taken_by(run)

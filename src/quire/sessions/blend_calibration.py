@@ -18,11 +18,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from quire.base.blend_inputs import BlendInputs
 from quire.base.errors import InvalidArgument, QuireError, ResourceExhausted
 from quire.base.interrupts import check
+from quire.base.progress import Bar
 from quire.base.segments import AUTO, BlendParams
 from quire.base.token_history import Ids
 from quire.base.types import Add, Chunk, Pop, Remove, SeqId, Step
@@ -322,10 +322,10 @@ def calibrate_on(
     outlives the process. ``show``: progress on stderr."""
     length, given = probe_length(engine), texts
     if given is None:
-        with tqdm(total=count * length, desc="Sampling", unit="token", disable=not show) as bar:
+        with Bar(total=count * length, desc="Sampling", unit="token", disable=not show) as bar:
             given = sampled_texts(engine, count, length, bar.update)
     made = probes_of(engine, given, count)
-    with tqdm(total=2 * len(made), desc="Probing", unit="probe", disable=not show) as bar:
+    with Bar(total=2 * len(made), desc="Probing", unit="probe", disable=not show) as bar:
         found = calibrate(engine, made, limits, bar.update, sampled=texts is None)
     with engine.lock:
         engine.blending.calibration = found

@@ -5,12 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from tqdm import tqdm
-
 from quire.base.config import check_int
 from quire.base.errors import InvalidArgument
 from quire.base.interrupts import SHIELD
 from quire.base.outputs import BeamSearchOutput, RequestOutput, WarmedSegment
+from quire.base.progress import Bar
 from quire.blend.calibration import BlendCalibration, QualityLimits
 from quire.engine import beam
 from quire.engine.progress_bars import generation_bar
@@ -62,7 +61,7 @@ def search(
 ) -> list[BeamSearchOutput]:
     """Run searches to their ends; return their outputs."""
     show = use_tqdm if use_tqdm is not None else (len(searches) > 1 and sys.stderr.isatty())
-    with tqdm(total=len(searches), desc="Searching", unit="prompt", disable=not show) as bar:
+    with Bar(total=len(searches), desc="Searching", unit="prompt", disable=not show) as bar:
 
         def advance() -> None:
             bar.update(sum(one.done for one in searches) - bar.n)

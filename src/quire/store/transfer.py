@@ -10,11 +10,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from dataclasses import dataclass
-from typing import Any
-
-from tqdm import tqdm
 
 from quire.base.errors import NotFound, QuireError, StoreDamaged, StoreFull
+from quire.base.progress import Bar
 from quire.contracts.store import KEY_BYTES, Blob, ObjectKey, StoreTier
 from quire.store.commits import SessionCommit, checked_branch
 from quire.store.history import AT_ONCE, History
@@ -55,7 +53,7 @@ async def transfer(source: History, target: History, name: str, *, force: bool, 
     objects = {commit.id: await source.objects(commit) for commit in reversed(log)}
     wanted = {key: nbytes for found in objects.values() for key, nbytes in found.items()}
     whole = {key for commit in log if commit.modified for key in objects[commit.id]}
-    with tqdm(total=sum(wanted.values()), desc=name, unit="B", unit_scale=True, disable=not show) as bar:
+    with Bar(total=sum(wanted.values()), desc=name, unit="B", unit_scale=True, disable=not show) as bar:
         sending = _Sending(source.tier, target, wanted, whole, bar)
         await sending.run()
     known = await target.there([target.space.commit(one.id) for one in log])
@@ -88,7 +86,7 @@ class _Sending:
         target: History,
         wanted: dict[ObjectKey, int],
         whole: set[ObjectKey],
-        bar: tqdm[Any],
+        bar: Bar,
     ) -> None:
         self.sent = self.sent_bytes = 0
         self.lost: set[ObjectKey] = set()

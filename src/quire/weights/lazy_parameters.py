@@ -8,15 +8,14 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from tqdm import tqdm
 
 from quire.base.errors import ResourceExhausted
+from quire.base.progress import Bar
 from quire.contracts.linear import BlockRows, CodeRows
 from quire.contracts.weights import CodedFormat
 from quire.weights.checkpoint import Checkpoint
@@ -43,7 +42,7 @@ class LazyParameters(Mapping[str, Tensor]):
         places: Mapping[str, Place],
         dtype: torch.dtype,
         device: torch.device,
-        bar: tqdm[Any],
+        bar: Bar,
         own: Collection[str] | None = None,
     ) -> None:
         """``dtype``: of parameters whose places give no other. ``bar`` counts the bytes read.
