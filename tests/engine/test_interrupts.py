@@ -300,10 +300,16 @@ def bed(make_llm: MakeLLM, model: Checkpoint, tmp_path: Path) -> Bed:
 
 
 def sweep(
-    bed: Bed, verb: Callable[[Bed], None], stride: int, closer: tuple[str, ...] = (), *, first_time: bool = False
+    bed: Bed,
+    verb: Callable[[Bed], None],
+    stride: int,
+    closer: tuple[str, ...] = (),
+    *,
+    closer_stride: int = 16,
+    first_time: bool = False,
 ) -> int:
-    """Interrupt a verb at every ``stride``-th of its lines, and at every sixteenth of the files
-    in ``closer``; how often that took effect.
+    """Interrupt a verb at every ``stride``-th of its lines, and at every ``closer_stride``-th of
+    the files in ``closer``; how often that took effect.
 
     Which lines these are differs from verb to verb. A line that runs several times is interrupted
     at one of them, at random or with ``first_time`` at the first, which may be before the verb has
@@ -321,7 +327,8 @@ def sweep(
     raised, stride = 0, min(stride, len(counts) // 4)
     first = rng.randrange(stride)
     for number, line in enumerate(counts):
-        if number % stride != first and (not line[0].co_filename.startswith(closer) or number % 16 != first % 16):
+        is_close = line[0].co_filename.startswith(closer) and number % closer_stride == first % closer_stride
+        if number % stride != first and not is_close:
             continue
         fresh(bed)
         what = f"{verb.__name__}, interrupted at {line[0].co_filename}:{line[1]}"
@@ -340,6 +347,11 @@ def sweep(
 def test_a_sample_of_all_lines(bed: Bed, verb: Callable[[Bed], None]) -> None:
     plain = bed.model.path.name == "llama"
     assert sweep(bed, verb, 422 if plain else 802, HANDS_OVER if plain else ()) > 1
+
+
+@pytest.mark.parametrize("model", ["llama"], indirect=True)
+def test_many_lines_between_the_parts_of_an_append(bed: Bed) -> None:
+    assert sweep(bed, append, ENDLESS, (str(PACKAGE / "sessions/edits.py"),), closer_stride=3) > 4
 
 
 def test_a_session_stays_held_whenever_it_is_looked_up(bed: Bed) -> None:

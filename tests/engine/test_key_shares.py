@@ -160,6 +160,16 @@ def test_priorities_order_the_requests_of_a_key_only() -> None:
     assert (later.seat.admitted, small.seat.admitted) == (True, False)
 
 
+def test_priorities_do_not_take_another_keys_share_of_steps() -> None:
+    clients = Clients(num_pages=1000, seqs=8, budget=16)
+    for _ in range(4):
+        clients.submit("a", 400, 1, priority=-5)
+    clients.submit("b", 400, 1)
+    for _ in range(20):
+        clients.step()
+    assert clients.computed["b"] == pytest.approx(clients.computed["a"], abs=LAG * 16)
+
+
 def test_more_keys_than_places_take_turns() -> None:
     clients = Clients(num_pages=1000, seqs=1, budget=16)
     for key in "abc":

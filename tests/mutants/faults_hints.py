@@ -106,7 +106,7 @@ MUTANTS = (
         file="engine/request_queues.py",
         old="(one.seat.priority == BACKGROUND, time, load,",
         new="(one.seat.priority, time, load,",
-        tests=("engine/test_key_shares.py::test_priorities_order_the_requests_of_a_key_only",),
+        tests=("engine/test_key_shares.py::test_priorities_do_not_take_another_keys_share_of_steps",),
     ),
     Mutant(
         name="templates-see-marks",

@@ -83,7 +83,7 @@ INTERRUPTS = (
         file="sessions/session.py",
         old="    @uninterrupted\n    @kept\n    def append(",
         new="    @kept\n    def append(",
-        tests=("engine/test_interrupts.py::test_a_sample_of_all_lines",),
+        tests=("engine/test_interrupts.py::test_many_lines_between_the_parts_of_an_append",),
     ),
     Mutant(
         name="sessions-lost-to-the-garbage-collector",

@@ -44,7 +44,7 @@ MUTANTS = (
         name="drafts-of-a-tree-keep-a-node-less",
         file="branches/owner.py",
         old="self.apply(Commit((branch.seq,), (path[-1] if path else -1,)))",
-        new="path = path[:-1]\n            self.apply(Commit((branch.seq,), (path[-1] if path else -1,)))",
+        new="self.apply(Commit((branch.seq,), (path[-2:][0] if path else -1,)))",
         tests=(f"{TESTS}::test_interrupted_while_tokens_are_taken",),
     ),
     Mutant(
