@@ -181,14 +181,6 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
     if grid.size == 1:
         return _build(config, path, None, progress=progress)
     check_division(path, grid, config.max_model_len)
-    drafts = read_speculation("speculative", config.speculative)
-    if grid.stages > 1 and drafts is not None and drafts.method in ("eagle", "mtp"):
-        raise Unsupported(
-            f"speculative: {drafts.method} is a head, which reads blocks of all stages of {grid}; draft by lookup or by a "
-            "draft model",
-            field="speculative",
-            given=drafts.method,
-        )
     ranks = Ranks(grid, RANK_MAIN)
     try:
         return _build(config, path, ranks, progress=progress)

@@ -43,6 +43,10 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return make_family(request.param, tmp_path_factory.mktemp(request.param), **MORE.get(request.param, {}))
 
 
+def in_ranks(make_llm: MakeLLM, slices: int, stages: int) -> MakeLLM:
+    return partial(make_llm, tensor_parallel_size=slices, pipeline_parallel_size=stages)
+
+
 def in_slices(make_llm: MakeLLM, **sizes: int) -> MakeLLM:
     return partial(make_llm, **{"tensor_parallel_size": 2, **sizes})
 
@@ -148,12 +152,17 @@ def kinds(written: dict[int, dict[str, torch.Tensor]], *names: str) -> list[tupl
     return [(layer, name) for layer, tensors in written.items() for name in names if name in tensors]
 
 
+LAYOUTS = [(2, 1), (1, 2), (2, 2)]
+"""Slices and stages."""
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", ["qwen3-next", "deepseek-v3"])
-def test_a_head_of_the_model_drafts(make_llm: MakeLLM, kind: str, tmp_path: Path) -> None:
-    """It reads hidden states, which are equal on all ranks, and is whole on rank 0: one that is
-    right is always accepted."""
+def test_a_head_of_the_model_drafts(make_llm: MakeLLM, kind: str, layout: tuple[int, int], tmp_path: Path) -> None:
+    """It reads hidden states, which the last stage has on all its ranks, and is whole on rank 0:
+    one that is right is always accepted."""
     mtp, after = mtp_follower(kind, tmp_path / "target")
-    llm = drafting(in_slices(make_llm), Made(mtp.target, "mtp", mtp.logits), depth=3)
+    llm = drafting(in_ranks(make_llm, *layout), Made(mtp.target, "mtp", mtp.logits), depth=3)
     prompts = [random_tokens(length, seed=length) for length in (2, 40)]
     for prompt, output in zip(prompts, llm.generate(prompts, greedy(20)), strict=True):
         expected = [after[prompt[-1]]]
@@ -165,16 +174,20 @@ def test_a_head_of_the_model_drafts(make_llm: MakeLLM, kind: str, tmp_path: Path
     check_head(llm)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_head_without_logits_of_its_own_has_the_model_s(make_llm: MakeLLM, tied: bool, tmp_path: Path) -> None:
-    """Ranks divide the model's rows, so rank 0 reads all of them for the head."""
+def test_a_head_without_logits_of_its_own_has_the_model_s(
+    make_llm: MakeLLM, tied: bool, layout: tuple[int, int], tmp_path: Path
+) -> None:
+    """Ranks divide the model's rows, or the last stage has them, so rank 0 reads all of them for
+    the head."""
     family = make_family("llama", tmp_path / "llama", tie_word_embeddings=tied)
     eagle = make_eagle(tmp_path / "eagle", (0, 1, 2), width=family.model.config.hidden_size, draft_vocab_size=VOCAB)
     (file,) = eagle.path.glob("*.safetensors")
     save_file({name: one for name, one in eagle.tensors.items() if name not in ("lm_head.weight", "d2t", "t2d")}, file)
     x_RE = torch.randn(7, family.model.config.hidden_size)
     logits, tokens = [], []
-    for make in (make_llm, in_slices(make_llm)):
+    for make in (make_llm, in_ranks(make_llm, *layout)):
         llm = drafting(make, Made(family, f"eagle:{eagle.path}", eagle.logits), depth=3)
         logits.append(proposer_of(llm).head.head(x_RE))
         tokens.append(llm.generate([random_tokens(20)], greedy(20))[0].outputs[0].token_ids)

@@ -175,13 +175,6 @@ def test_more_stages_than_blocks_start_no_process() -> None:
         ExecutorConfig(model_info="tiny-python", executor_options={"pipeline_parallel_size": 2})
 
 
-@pytest.mark.usefixtures("no_process")
-@pytest.mark.parametrize("speculative", ["mtp", "eagle:tiny-python"])
-def test_heads_that_draft_start_no_process(speculative: str) -> None:
-    with pytest.raises(Unsupported, match="is a head, which reads blocks of all stages of pipeline_parallel_size 2"):
-        made(1, pipeline_parallel_size=2, speculative=speculative)
-
-
 @pytest.mark.usefixtures("thread_ranks")
 def test_a_rank_that_sees_another_checkpoint_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "checkpoint_mark", lambda path: "another")

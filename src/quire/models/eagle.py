@@ -18,7 +18,7 @@ from torch import Tensor
 
 from quire.base.errors import CheckpointError, InvalidArgument, QuireError, Unsupported
 from quire.contracts.block_calls import LayerKernels
-from quire.contracts.model import Pass
+from quire.contracts.model import Pass, num_blocks
 from quire.models.config_fields import ConfigFields, refuse_unsupported
 from quire.models.decoder import DecoderConfig, Parameters, attention_of, gated_mlp, linear, norm_of
 from quire.models.families import LoadedModel
@@ -82,7 +82,7 @@ def read_eagle_config(values: Mapping[str, Any], target: LoadedModel, max_len: i
         trunk=replace(trunk, max_position=max(max_len, trunk.max_position)),
         draft_vocab=draft_vocab,
         target_width=width,
-        layers=_layers(fields, len(target.blocks)),
+        layers=_layers(fields, num_blocks(target)),
         fc_bias=fields.flag("bias", False),
     )
     refuse_unsupported(fields)

@@ -111,9 +111,10 @@ class DraftLayer:
 
 
 def target_logits(checkpoint: Checkpoint, target: Any, kernels: LayerKernels) -> Map:
-    """Return a target's map to logits. If ranks divide its rows, this process reads all of them
-    once more, from the target's checkpoint, since heads draft without the other ranks."""
-    if not target.whole_specs:
+    """Return a target's map to logits. If ranks divide its rows, or another stage has it, this
+    process reads all of them once more, from the target's checkpoint, since heads draft without the
+    other ranks."""
+    if not target.whole_specs and target.stages is None:
         found: Map = target.lm_head
         return found
     names = {place.parameter: name for name, place in target.places.items()}

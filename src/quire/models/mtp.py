@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quire.base.errors import QuireError, Unsupported
 from quire.contracts.block_calls import LayerKernels
-from quire.contracts.model import Block, Pass
+from quire.contracts.model import Block, Pass, num_blocks
 from quire.models.blocks import Joinable
 from quire.models.decoder import DecoderConfig, Trunk, norm_of
 from quire.models.families import family_of
@@ -132,7 +132,7 @@ def _loaded(
     head = MtpHead(
         path,
         target.architecture,
-        layers=(len(target.blocks) - 1,),
+        layers=(num_blocks(target) - 1,),
         spec=spec,
         block=block,
         width=width,
@@ -143,13 +143,24 @@ def _loaded(
         embed=Embedding(parameters[EMBEDDING]) if EMBEDDING in parameters else target.embed,
         parameters=parameters,
     )
-    head.target_norm, head.norm = target.norm, alone.norm
+    head.target_norm, head.norm = _final_norm(checkpoint, target, config, kernels), alone.norm
     own_head = parameters.get(LOGITS)
     if own_head is None:
         head.lm_head = target_logits(checkpoint, target, kernels)
     else:
         head.lm_head = packed(Linear(own_head), kernels.of_head())
     return head
+
+
+def _final_norm(checkpoint: Checkpoint, target: Trunk, config: DecoderConfig, kernels: LayerKernels) -> Map:
+    """Return the target's final norm, which this process reads if only the last stage has it."""
+    if target.stages is None:
+        return target.norm
+    places = {name: place for name, place in target.places.items() if place.parameter == "norm.weight"}
+    parameters = read_parameters(checkpoint, places, target.dtype, target.device)
+    norm = norm_of(config, parameters["norm.weight"])
+    pack_maps(norm, kernels)
+    return norm
 
 
 def _respelled(layer: DraftLayer, table: Mapping[str, Place]) -> dict[str, Place]:
