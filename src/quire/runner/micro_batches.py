@@ -14,7 +14,7 @@ from quire.base.types import Chunk, Step
 
 LEAST_ROWS = 64
 """Tokens of a micro-batch: with fewer, reading the weights once more takes longer than the stages
-gain (`bench/stages.py`)."""
+gain (`bench/ranks.py`)."""
 FOR_EACH_STAGE = 2
 """Micro-batches for each stage: so many that the first and the last stage are seldom idle."""
 
