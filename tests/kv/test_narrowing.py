@@ -156,6 +156,21 @@ def test_any_rows_of_any_batch(backend: str, examples: int) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_each_row_that_runs_has_its_own_window(backend: str) -> None:
+    pair = Narrowed(SPECS, page_size=4, backend=BACKENDS[backend]())
+    pair.add(0)
+    pair.window(0, 9, 3, "token")
+    pair.append(0, 6)
+    pair.begin([0], [20])
+    pair.layer(0, pair.random(0, 20))
+    rows = np.array([2, 9, 19])
+    pair.state.open_pass().narrow(rows)
+    for layer in range(1, len(SPECS)):
+        pair.narrowed_layer(layer, rows)
+    pair.end()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_rows_that_were_given_are_kept_to_the_bit(backend: str) -> None:
     pair = Narrowed([attention()], backend=BACKENDS[backend]())
     pair.add(0)

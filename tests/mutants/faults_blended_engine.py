@@ -31,7 +31,7 @@ MUTANTS = (
         file="kv/plans.py",
         old="evicted=None if batch.evicted is None else batch.evicted[rows]",
         new="evicted=None if batch.evicted is None else batch.evicted[: len(rows)]",
-        tests=("kv/test_narrowing.py::test_any_rows_of_any_batch",),
+        tests=("kv/test_narrowing.py::test_each_row_that_runs_has_its_own_window",),
     ),
     Mutant(
         name="rows-that-windows-let-go-of-are-kept",

@@ -231,6 +231,20 @@ MUTANTS = (
         tests=(f"{HANDOVER}::test_rows_are_sent_once",),
     ),
     Mutant(
+        name="rows-that-the-first-stage-leaves-out",
+        file="runner/ranks.py",
+        old="left_out=parts[-1].left_out",
+        new="left_out=parts[0].left_out",
+        tests=("ranks/test_staged_engine.py::test_any_stage_chooses_rows",),
+    ),
+    Mutant(
+        name="questions-seen-by-one-stage",
+        file="runner/local.py",
+        old="rehearsal.mass_T.copy_(line.sum(rehearsal.mass_T))",
+        new="line.sum(rehearsal.mass_T)",
+        tests=("ranks/test_staged_engine.py::test_any_stage_chooses_rows",),
+    ),
+    Mutant(
         name="only-rank-0-refuses-to-pop-what-was-sent",
         file="kv/transfer_verbs.py",
         old='    _let_follow(state, HandOver("send", seq_id, begin, end))\n',

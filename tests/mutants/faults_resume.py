@@ -101,7 +101,7 @@ MUTANTS = (
         file="sessions/durable.py",
         old="if dict(record.model) != model:",
         new="if False:",
-        tests=("sessions/test_kept_sessions.py::test_another_model",),
+        tests=("server/test_resume.py::test_another_model",),
     ),
     Mutant(
         name="another-dtype-is-computed-again",

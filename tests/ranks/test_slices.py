@@ -195,13 +195,17 @@ def test_a_head_without_logits_of_its_own_has_the_model_s(
     assert tokens[0] == tokens[1]
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("select", ["v", "v_or_question"])
-def test_blended_latent_rows(make_llm: MakeLLM, select: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All slices have the rows, and choose those to compute by sums over all heads."""
+def test_blended_latent_rows(
+    make_llm: MakeLLM, select: Any, layout: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All slices have the rows, and choose those to compute by sums over all heads. The second
+    stage leaves out what the first one does."""
     monkeypatch.setattr(MoveCosts, "is_worth", lambda *_: True)
     family, found = make_family("deepseek-v3", tmp_path), []
     pieces = [Segment(random_tokens(40, 1)), Segment(random_tokens(40, 2)), random_tokens(6, 3)]
-    for make in (make_llm, in_slices(make_llm)):
+    for make in (make_llm, in_ranks(make_llm, *layout)):
         llm = make(family, host_memory="16MiB")
         for gate in (False, True):
             llm.warm(pieces[:2], cache_salt=str(gate))

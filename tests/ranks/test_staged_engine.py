@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,8 +19,10 @@ from quire import LLM, SamplingParams, build
 from quire.base.config import ExecutorConfig, MemoryConfig
 from quire.base.errors import CheckpointError, InvalidArgument, Unsupported
 from quire.base.segments import BlendParams, Segment
+from quire.blend.forward import pieces_of
 from quire.build import EXECUTOR_FACTORY
 from quire.contracts.executor import PrefillInput
+from quire.engine import blending
 
 pytestmark = pytest.mark.usefixtures("thread_ranks")
 
@@ -110,9 +113,56 @@ def test_hidden_states_are_of_all_blocks(one: LLM, many: LLM) -> None:
         assert (mine - theirs).abs().max() <= TINY_PYTHON * max(1.0, float(theirs.abs().max()))
 
 
-def test_blends_are_refused(many: LLM) -> None:
-    with pytest.raises(Unsupported, match="one stage does not know the rows that another one chooses"):
-        many.generate([[Segment(LONG[:150]), Segment(LONG[150:]), "\n\n"]], GREEDY, blend=BlendParams(ratio=0.3))
+@pytest.mark.parametrize("select", ["v", "v_or_question"])
+def test_blended_prompts(one: LLM, many: LLM, select: str) -> None:
+    slices.test_blended_prompts(one, many, select)
+
+
+@pytest.mark.parametrize("select", ["v", "v_or_question"])
+@pytest.mark.parametrize("check_layer", [4, 7])
+def test_any_stage_chooses_rows(
+    one: LLM, many: LLM, check_layer: int, select: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stages behind it leave out the same rows, and rank 0 tells which."""
+    monkeypatch.setattr(blending, "default_layer", lambda _: check_layer)
+    params = BlendParams(ratio=0.3, least=1, gate=False, select=select)
+    pieces, found = [Segment(LONG[:150]), Segment(LONG[150:]), "\n\ndef g("], []
+    salt = f"{select} {check_layer} {slices.runner_of(many).ranks.grid}"
+    for llm in (one, many):
+        llm.warm(pieces[:2], cache_salt=salt)
+        left_out: list[bool] = []
+        with monkeypatch.context() as patch:
+            ran = llm.engine.stepper.blending.ran
+
+            def note(scheduled: Any, blend: Any, masks: Any, ran: Any = ran, left: list[bool] = left_out) -> None:
+                left.extend(itertools.chain(*(mask.tolist() for mask in masks if mask is not None)))
+                ran(scheduled, blend, masks)
+
+            patch.setattr(llm.engine.stepper.blending, "ran", note)
+            (output,) = llm.generate([pieces], GREEDY, blend=params, cache_salt=salt)
+        found.append((output.outputs[0].token_ids, output.blend, left_out))
+    assert found[0][1] is not None
+    assert found[0][1].blended > found[0][1].recomputed > 0
+    assert any(found[0][2])
+    assert found[0] == found[1]
+
+
+def test_a_stage_that_misses_rows_ends_no_rank(one: LLM, many: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 looks at the rows of all stages before any of them begins."""
+    source, lost = slices.runner_of(many).row_sources, []
+    pieces = [Segment(LONG[:150]), Segment(LONG[150:]), "\n\ndef g("]
+    params = BlendParams(ratio=0.3, least=1, gate=False, select="v")
+    many.warm(pieces[:2], cache_salt="lost")
+
+    def some(found: Any, layer: int, chunk: int) -> Any:
+        lost.append(layer)
+        return [] if layer == 7 else pieces_of(found, layer, chunk)
+
+    monkeypatch.setattr("quire.runner.ranks.pieces_of", some)
+    (output,) = many.generate([pieces], GREEDY, blend=params, cache_salt="lost")
+    assert 7 in lost
+    assert output.outputs[0].token_ids == one.generate([pieces], GREEDY)[0].outputs[0].token_ids
+    assert not source.sources
 
 
 def test_drafts_and_preemptions(one: LLM) -> None:

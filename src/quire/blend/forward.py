@@ -70,6 +70,10 @@ class BlendedForward:
         rows = [None if one is None else one.rows for one in chunks]
         self._selection = Selection(policy, counts, np.concatenate(valid), rows)
         self._narrowed = False
+        self.scores_C: NDArray[np.float32] | None = None
+        """The scores by which rows were selected, one for each of the ``num_scored`` candidates;
+        None: not yet."""
+        self.num_scored = self._selection.candidates.size
         self._rehearsal: RehearsalPass | None = None
         edges = np.searchsorted(self._selection.candidates, self._starts)
         self._asked = [
@@ -134,12 +138,26 @@ class BlendedForward:
         fresh = Projected(fresh.q_AHD, pass_.turn(layer, fresh.k_AHD), fresh.v_AHD)
         # All rows, also the ones that are not selected: computed K and V replace cached ones.
         self._write(layer, self.alive, fresh.k_AHD, fresh.v_AHD, pass_)
-        kept = self._selection.select(layer, self._scores(layer, fresh, pass_))
+        self.scores_C = self._scores(layer, fresh, pass_)
+        kept = self._selection.select(layer, self.scores_C)
         if kept.size == x_TE.shape[0]:
             return x_TE
         pass_.narrow(self.alive)
         self._narrowed = True
         return x_TE.index_select(0, torch.from_numpy(kept).to(x_TE.device))
+
+    @property
+    def check_layer(self) -> int:
+        """The layer that selects."""
+        return self._policy.layers[0]
+
+    def follow(self, scores_C: NDArray[np.float32], pass_: OpenPass) -> None:
+        """Leave out the rows that an earlier stage has left out, by its scores."""
+        before, self.scores_C = self.alive.size, scores_C
+        self._selection.select(self.check_layer, scores_C)
+        if self.alive.size < before:
+            pass_.narrow(self.alive)
+            self._narrowed = True
 
     # -- selection ---------------------------------------------------------------------------------
 
@@ -261,6 +279,16 @@ def pieces_of(source: RowSource, layer: int, chunk: int) -> Sequence[RowsPiece]:
     except Exception as error:
         message = str(error) if isinstance(error, BlendLoadError) else f"layer {layer} of cached rows: {error}"
         raise BlendLoadError(message, (chunk,)) from error
+
+
+def check_pieces(layer: int, chunk: int, one: BlendedChunk, pieces: Sequence[RowsPiece]) -> None:
+    """Raise ``BlendLoadError`` unless pieces have a layer's cached row of each valid row of a
+    chunk."""
+    missing_n = one.valid_n.copy()
+    for piece in pieces:
+        missing_n[max(0, piece.start - one.start) : max(0, piece.start + len(piece.k) - one.start)] = False
+    if wanted := int(missing_n.sum()):
+        raise BlendLoadError(f"layer {layer}: {wanted} rows that were promised did not come", (chunk,))
 
 
 class Projected(Exception):

@@ -55,6 +55,15 @@ class Line(Protocol):
         """Give the next stage the output of this one; not on the last stage. The tensor must not
         change until ``finish_sends``."""
 
+    def receive_scores(self, count: int) -> Tensor:
+        """Return float32 ``[count]``, what the stage before gave; not on the first stage."""
+
+    def send_scores(self, scores_N: Tensor) -> None:
+        """Give the next stage float32 ``[N]``, as for ``send``."""
+
+    def sum(self, x_N: Tensor) -> Tensor:
+        """Return the sum of float32 ``[N]`` over the stages, the same on all of them."""
+
     def fetch(self, count: int) -> Tensor:
         """Return float32 ``[count, V]``, the next logits of the last stage, on rank 0."""
 

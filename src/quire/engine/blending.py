@@ -41,7 +41,7 @@ from quire.branches.branch import Branch
 from quire.branches.stored_state import StoredState
 from quire.contracts.blend import BlendRetriever
 from quire.contracts.layers import KeyValueAttention
-from quire.contracts.model import num_blocks, stages_of
+from quire.contracts.model import num_blocks
 from quire.contracts.store import ObjectKey
 from quire.engine.prompt_blend import PromptBlend
 from quire.engine.segmented_prompts import Pieces
@@ -113,10 +113,6 @@ def lead_text_of(tokenizer: Tokenizer | None, max_model_len: int) -> tuple[int, 
 def blend_refusal(runner: Runner) -> str:
     """Return the reason against blending a model's prompts; empty: none."""
     specs, state = runner.model.layer_specs, runner.state
-    if stages_of(runner.model) is not None:
-        return (
-            "pipeline_parallel_size divides its blocks, and one stage does not know the rows that another one chooses"
-        )
     kinds = {spec.kind for spec in specs}
     own_rotation = any(isinstance(spec, KeyValueAttention) and spec.caller_rotates for spec in specs)
     if reason := blending_refusal(kinds, own_rotation=own_rotation):

@@ -263,12 +263,13 @@ class LocalRunner:
             else:
                 self.adapters.activate(adapters, counts, np.diff(starts).tolist())
             pass_ = self._open_pass(inputs, loads)
-            x_TE = self._embed(tokens, placeholders, inputs)
-            if blended is not None and blended.rehearsed.size:
-                self._rehearse(blended, x_TE, pass_, adapters, counts)
-                self.adapters.activate(adapters, counts, np.diff(starts).tolist())
-            stack, blocks = self.model.stack, self.model.blocks
             first = 0 if self._stages is None else self._stages.own.start
+            embedded_TE = None if first else self._embed(tokens, placeholders, inputs)
+            if blended is not None and blended.rehearsed.size:
+                self._rehearse(blended, embedded_TE, pass_, adapters, counts)
+                self.adapters.activate(adapters, counts, np.diff(starts).tolist())
+            x_TE = self._received(blended, len(tokens), pass_, step) if embedded_TE is None else embedded_TE
+            stack, blocks = self.model.stack, self.model.blocks
             if stack is not None and plain and blended is None and not inputs.hidden_states:
                 wanted = {block - first for block in inputs.features}
                 read = sorted({*wanted.intersection(range(len(blocks))), len(blocks) - 1})
@@ -286,8 +287,7 @@ class LocalRunner:
                     features[layer] = seen_TE
             if blended is not None:
                 index = np.searchsorted(blended.alive, np.arange(len(tokens)) if index is None else index)
-            if self.line is not None and self._stages is not None and not self._stages.is_last:
-                self.line.send(x_TE)
+            self._send(x_TE, blended)
             x_RE = x_TE if index is None else x_TE.index_select(0, uploaded(index, self.device))
         # Outside of inference mode: callers may write to the results.
         with torch.no_grad():
@@ -323,19 +323,50 @@ class LocalRunner:
     def _rehearse(
         self,
         blended: BlendedForward,
-        x_TE: Tensor,
+        x_TE: Tensor | None,
         pass_: OpenPass,
         adapters: Sequence[int | None],
         counts: Sequence[int],
     ) -> None:
-        """Run the rehearsed rows alone through all blocks, before the forward."""
-        rows = blended.rehearsed
+        """Run the rehearsed rows alone through all blocks, before the forward. ``x_TE``: the
+        embeddings of all rows; None: the stage before gives the rehearsed ones."""
+        rows, line = blended.rehearsed, self.line
         running = np.diff(np.searchsorted(rows, np.concatenate(([0], np.cumsum(counts)))))
         self.adapters.activate(adapters, running.tolist(), [0] * len(counts))
-        rehearsal, x_SE = blended.rehearse(pass_), x_TE.index_select(0, uploaded(rows, self.device))
-        for layer, block in enumerate(self.model.blocks):
+        rehearsal, first = blended.rehearse(pass_), 0 if self._stages is None else self._stages.own.start
+        if x_TE is not None:
+            x_SE = x_TE.index_select(0, uploaded(rows, self.device))
+        else:
+            assert line is not None
+            x_SE = line.receive(len(rows))
+        for layer, block in enumerate(self.model.blocks, first):
             blended.give(layer, pass_)
             x_SE = block(x_SE, rehearsal)
+        if line is not None:
+            self._send(x_SE, None)
+            rehearsal.mass_T.copy_(line.sum(rehearsal.mass_T))
+
+    def _received(self, blended: BlendedForward | None, count: int, pass_: OpenPass, step: Step) -> Tensor:
+        """Return the rows that the stage before gives: those that still run."""
+        assert self.line is not None
+        if blended is not None and self._has_selected(blended.check_layer):
+            scores_C = self.line.receive_scores(blended.num_scored) if blended.num_scored else torch.empty(0)
+            blended.follow(scores_C.cpu().numpy(), pass_)
+            count = blended.alive.size
+            self._plan_adapters(blended, step)
+        return self.line.receive(count)
+
+    def _send(self, x_TE: Tensor, blended: BlendedForward | None) -> None:
+        """Give the next stage rows, if there is one, and the scores by which they were selected."""
+        if self.line is None or self._stages is None or self._stages.is_last:
+            return
+        if blended is not None and blended.scores_C is not None and blended.num_scored:
+            self.line.send_scores(torch.from_numpy(blended.scores_C))
+        self.line.send(x_TE)
+
+    def _has_selected(self, layer: int) -> bool:
+        """Return whether a stage before holds this layer."""
+        return self._stages is not None and layer < self._stages.own.start
 
     def _entering(
         self, blended: BlendedForward, layer: int, block: Block, x_TE: Tensor, pass_: OpenPass, step: Step
@@ -343,9 +374,13 @@ class LocalRunner:
         """Return the rows that enter a block, and plan the work of adapters for them."""
         entering_SE = blended.enter(layer, block, x_TE, pass_)
         if entering_SE.shape[0] != x_TE.shape[0]:
-            head_counts = [int(chunk.logits == "last") for chunk in step.chunks]
-            self.adapters.activate([chunk.adapter for chunk in step.chunks], blended.counts, head_counts)
+            self._plan_adapters(blended, step)
         return entering_SE
+
+    def _plan_adapters(self, blended: BlendedForward, step: Step) -> None:
+        """Plan the work of adapters for the rows that still run."""
+        head_counts = [int(chunk.logits == "last") for chunk in step.chunks]
+        self.adapters.activate([chunk.adapter for chunk in step.chunks], blended.counts, head_counts)
 
     def _check_places(self, step: Step) -> None:
         """Raise ``InvalidArgument`` for places that do not fit a step's logits."""
@@ -417,8 +452,6 @@ class LocalRunner:
 
     def _embed(self, tokens: Ids, placeholders: Ids | None, inputs: Inputs) -> Tensor:
         """Return ``[T, E]``, with the given rows at placeholders."""
-        if self.line is not None and self._stages is not None and not self._stages.is_first:
-            return self.line.receive(len(tokens))
         if inputs.drawn is not None:
             return self.model.embed(inputs.drawn)
         if placeholders is None or inputs.embeddings is None:

@@ -88,6 +88,7 @@ class Seen:
     observed: Mapping[int, Sequence[Tensor]] = field(default_factory=dict)
     hidden_states: tuple[tuple[Tensor, ...], ...] = ()
     features: tuple[Tensor, ...] = ()
+    left_out: tuple[NDArray[np.bool_] | None, ...] = ()
 
 
 class _Pickler(pickle.Pickler):

@@ -22,7 +22,7 @@ from torch import Tensor
 from quire.adapters.pool import AdapterPool
 from quire.base.errors import FailedPrecondition, QuireError, RanksBroken, Unsupported
 from quire.base.types import FinishImport, Import, Load, Remove, SeqId, Step
-from quire.blend.forward import pieces_of
+from quire.blend.forward import check_pieces, pieces_of
 from quire.blend.rows_task import RowsPiece
 from quire.contracts.adapters import Adapter
 from quire.contracts.model import num_blocks, stages_of
@@ -107,7 +107,8 @@ class RankedRunner:
         if step.chunks:
             transfer_verbs.send_computed(cast(State, self.state).parts)
         inputs = step.inputs
-        has_seen = inputs.attention_weights or inputs.observed or inputs.hidden_states or inputs.features
+        is_blended = step.blend is not None and self.ranks.grid.stages > 1
+        has_seen = inputs.attention_weights or inputs.observed or inputs.hidden_states or inputs.features or is_blended
         return self._with_all_seen(step, output) if step.chunks and has_seen else output
 
     def _run(self, step: Step) -> StepOutput:
@@ -156,7 +157,7 @@ class RankedRunner:
     def _with_all_seen(self, step: Step, output: StepOutput) -> StepOutput:
         """Return the output with what all ranks have seen: of all heads and blocks."""
         parts = [
-            Seen(output.attention_weights, output.observed, output.hidden_states, output.features),
+            seen_of(output),
             *self.ranks.last_seen(),
         ]
         slices = self.ranks.grid.slices
@@ -179,6 +180,7 @@ class RankedRunner:
                 [[[x.to(self.device) for x in one] for one in stage[0].hidden_states] for stage in stages]
             ),
             features=tuple(features[block].to(self.device) for block in step.inputs.features),
+            left_out=parts[-1].left_out,
         )
 
     def _joined(self, parts: Sequence[Sequence[Sequence[Tensor]]]) -> list[tuple[Tensor, ...]]:
@@ -211,27 +213,34 @@ class RankedRunner:
     def _cached_rows(self, step: Step) -> list[dict[int, HeldRows]]:
         """Return the cached rows that a step names, of each rank's heads. ``BlendLoadError``."""
         parts: list[dict[int, HeldRows]] = [{} for _ in range(self.ranks.size)]
-        state = cast(State, self.state).parts
+        state, grid = cast(State, self.state).parts, self.ranks.grid
+        stages = stages_of(self.model)
+        owners = {} if stages is None else stages.owners
         for chunk, one in enumerate(() if step.blend is None else step.blend.chunks):
             if one is None or one.source not in self.row_sources.sources:
                 continue
             source = self.row_sources.sources[one.source]
             layers = {layer: pieces_of(source, layer, chunk) for layer in state.paged.layer_ids}
+            if grid.stages > 1:
+                # A stage that misses rows would leave the others waiting.
+                for layer, pieces in layers.items():
+                    check_pieces(layer, chunk, one, pieces)
             for rank, part in enumerate(parts):
                 part[one.source] = HeldRows(
                     {
-                        layer: [_heads_of(state, layer, rank, piece) for piece in pieces]
+                        layer: [_heads_of(state, layer, grid.share(rank).rank, piece) for piece in pieces]
                         for layer, pieces in layers.items()
+                        if owners.get(layer, 0) == grid.stage(rank)
                     }
                 )
         return parts
 
 
-def _heads_of(state: StateParts, layer: int, rank: int, piece: RowsPiece) -> RowsPiece:
-    """Return the rows of a rank's heads."""
+def _heads_of(state: StateParts, layer: int, slice: int, piece: RowsPiece) -> RowsPiece:
+    """Return the rows of a slice's heads."""
     assert state.division is not None
     count = geometry(state.spec(layer)).kv_heads
-    k, v = (state.division.heads_of(rank, rows, count) for rows in (piece.k, piece.v))
+    k, v = (state.division.heads_of(slice, rows, count) for rows in (piece.k, piece.v))
     return piece._replace(k=k, v=v)
 
 
@@ -240,10 +249,13 @@ def _side_by_side(stages: Sequence[Sequence[Sequence[Tensor]]]) -> tuple[tuple[T
     return tuple(tuple(itertools.chain(*layers)) for layers in zip(*stages, strict=True))
 
 
+def seen_of(output: StepOutput) -> Seen:
+    """Return what a rank has seen in a step."""
+    return Seen(output.attention_weights, output.observed, output.hidden_states, output.features, output.left_out)
+
+
 def refusal(step: Step, grid: Grid) -> str:
     """Return the reason why ranks cannot run a step; empty: they can."""
-    if step.blend is not None and grid.stages > 1:
-        return "the rows of a blended prompt are chosen in one stage, and the others would not know them"
     if step.blend is not None and step.blend.check_layer is None:
         return "a blend executor of the caller's own chooses among rows of all heads"
     if any(isinstance(edit, Load) for edit in step.edits) and (step.chunks or len(step.edits) > 1):
@@ -296,7 +308,7 @@ def serve_steps(runner: LocalRunner, pipe: Connection) -> None:
             case _:
                 try:
                     output = runner.execute(message)
-                    seen = Seen(output.attention_weights, output.observed, output.hidden_states, output.features)
+                    seen = seen_of(output)
                     if runner.line is not None and message.chunks:
                         runner.line.finish_sends()
                 except QuireError:

@@ -22,6 +22,9 @@ HANG_SECONDS = 120.0
 between two sums."""
 ENDED = "a process that holds a part of the model has ended, or does not answer; load the model again"
 
+LOGITS, SCORES = 1, 2
+"""Tags of messages; rows of the residual stream have 0."""
+
 
 def _group_of(rank: int, size: int, device: torch.device, meeting: Path) -> Any:
     """Wait for all ranks. ``meeting``: a file that they share, and that does not exist yet."""
@@ -85,23 +88,42 @@ class TorchLine:
         """See ``Line``."""
         width, dtype, _ = self._row
         x_TW = torch.empty(count, width, dtype=dtype, device=self._device)
-        self._wait(self._begin_receiving(x_TW, self._rank - self._grid.slices, 0))
-        return x_TW
+        return self._receive(x_TW, self._rank - self._grid.slices, 0)
 
     def send(self, x_TW: Tensor) -> None:
         """See ``Line``."""
         self._give(x_TW, self._rank + self._grid.slices)
 
+    def receive_scores(self, count: int) -> Tensor:
+        """See ``Line``."""
+        return self._receive(torch.empty(count, device=self._device), self._rank - self._grid.slices, SCORES)
+
+    def send_scores(self, scores_N: Tensor) -> None:
+        """See ``Line``."""
+        self._give(scores_N.to(self._device), self._rank + self._grid.slices, SCORES)
+
+    def sum(self, x_N: Tensor) -> Tensor:
+        """See ``Line``. The last stage gives all others the sum."""
+        slices, last = self._grid.slices, self._rank % self._grid.slices + (self._grid.stages - 1) * self._grid.slices
+        if self._rank >= slices:
+            x_N = x_N + self.receive_scores(len(x_N))
+        if self._rank < last:
+            self.send_scores(x_N)
+            return self._receive(torch.empty_like(x_N), last, SCORES)
+        for rank in range(last - slices, -1, -slices):
+            self._give(x_N, rank, SCORES)
+        return x_N
+
     def fetch(self, count: int) -> Tensor:
         """See ``Line``."""
         logits_RV = torch.empty(count, self._row[2], device=self._device)
         last = (self._grid.stages - 1) * self._grid.slices
-        self._moving.append((self._begin_receiving(logits_RV, last, 1), logits_RV))
+        self._moving.append((self._begin_receiving(logits_RV, last, LOGITS), logits_RV))
         return logits_RV
 
     def give(self, logits_RV: Tensor) -> None:
         """See ``Line``."""
-        self._give(logits_RV, 0, 1)
+        self._give(logits_RV, 0, LOGITS)
 
     def _give(self, x: Tensor, rank: int, tag: int = 0) -> None:
         x = x.contiguous()
@@ -109,6 +131,10 @@ class TorchLine:
             self._moving.append((self._group.send([x], rank, tag), x))
         except RuntimeError as error:
             raise RanksBroken(ENDED) from error
+
+    def _receive(self, x: Tensor, rank: int, tag: int) -> Tensor:
+        self._wait(self._begin_receiving(x, rank, tag))
+        return x
 
     def _begin_receiving(self, x: Tensor, rank: int, tag: int) -> Any:
         # Gloo may know already that the peer is gone.
