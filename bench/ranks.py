@@ -30,6 +30,8 @@ LAYOUTS: dict[str, dict[str, int]] = {
 }
 SHORT = 32
 """Tokens of a prompt whose decode is measured."""
+COLLAPSING = 15.0
+"""Seconds in which the weights of all layouts move into huge pages."""
 
 
 def serve(pipe: Connection, model: str, options: dict[str, Any]) -> None:
@@ -89,6 +91,8 @@ def main() -> None:
     with stack[0] as one, stack[1] as slices, stack[2] as stages:
         pipes = dict(zip(LAYOUTS, (one, slices, stages), strict=True))
         for number in range(-1, given.rounds):  # The first round warms up.
+            if not number:
+                time.sleep(COLLAPSING)
             for name, task in tasks.items():
                 texts = []
                 for layout in list(LAYOUTS)[:: 1 if number % 2 else -1]:

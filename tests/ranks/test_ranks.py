@@ -7,8 +7,9 @@ import os
 import shutil
 import signal
 import subprocess
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -121,25 +122,91 @@ def test_in_bfloat16_ranks_are_as_near_to_float32_as_one_process(one: LLM) -> No
     assert errors[1] < 1.5 * errors[0]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("size", [2, 4])
-def test_sums_are_rounded_once(tmp_path: Path, size: int, dtype: torch.dtype) -> None:
-    parts = torch.randn(size, 3, 1000, dtype=torch.float64, generator=torch.Generator().manual_seed(size)).to(dtype)
-    exact = parts.double().sum(0)
+def of_all_ranks(path: Path, size: int, act: Callable[[TorchGroup, int], Any]) -> list[Any]:
+    """What a function of each rank's group returns."""
 
-    def summed(rank: int) -> Tensor:
-        own = parts[rank].clone()
-        assert TorchGroup(Share(rank, size), torch.device("cpu"), tmp_path / "store").sum(own) is own
-        return own
+    def run(rank: int) -> Any:
+        return act(TorchGroup(Share(rank, size), torch.device("cpu"), path), rank)
 
     with ThreadPoolExecutor(size) as pool:
-        found = list(pool.map(summed, range(size)))
+        return list(pool.map(run, range(size)))
+
+
+@pytest.fixture(params=["shared memory", "gloo"])
+def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "gloo":
+        monkeypatch.setattr(torch_group, "native_library", lambda: None)
+    name: str = request.param
+    return name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("size", [2, 4])
+def test_sums_are_rounded_once(tmp_path: Path, transport: str, size: int, dtype: torch.dtype) -> None:
+    """Tensors of one piece and of several."""
+    shape = (3, 1000) if size == 2 else (700, 1001)
+    parts = torch.randn(size, *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(size)).to(dtype)
+    exact = parts.double().sum(0)
+
+    def summed(group: TorchGroup, rank: int) -> Tensor:
+        assert (group._shared is not None) == (transport == "shared memory")
+        own = parts[rank].clone()
+        for _ in range(3):
+            own.copy_(parts[rank])
+            assert group.sum(own) is own
+        return own
+
+    found = of_all_ranks(tmp_path / "store", size, summed)
     assert all(torch.equal(one, found[0]) for one in found)
     # One rounding to the type, and the float32 additions before it.
     bound = (
         exact.abs() * torch.finfo(dtype).eps / 2 + parts.double().abs().sum(0) * size * torch.finfo(torch.float32).eps
     )
     assert ((found[0].double() - exact).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("columns", [5, 90_001])
+def test_columns_are_gathered_on_rank_0(tmp_path: Path, transport: str, columns: int) -> None:
+    parts = [torch.randn(columns, 4).t() for _ in range(3)]
+    first, *others = of_all_ranks(tmp_path / "store", 3, lambda group, rank: group.gather(parts[rank]))
+    assert torch.equal(first, torch.cat(parts, -1))
+    assert others == [None, None]
+
+
+def test_a_rank_that_is_gone_ends_a_sum(tmp_path: Path) -> None:
+    """Its lock goes with its last descriptor, as when its process ends."""
+    go = threading.Barrier(2)
+
+    def one_ends(group: TorchGroup, rank: int) -> None:
+        shared, group._shared = group._shared, None
+        assert shared is not None
+        go.wait(20)
+        if rank:
+            del shared
+            return
+        started = time.monotonic()
+        with pytest.raises(RanksBroken, match="load the model again"):
+            shared.sum(torch.ones(3))
+        assert time.monotonic() - started < 20
+
+    of_all_ranks(tmp_path / "store", 2, one_ends)
+
+
+def test_a_rank_that_hangs_ends_a_sum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_group, "HANG_SECONDS", 2.0)
+    ended = threading.Event()
+
+    def one_hangs(group: TorchGroup, rank: int) -> None:
+        if rank:
+            ended.wait(60)
+            return
+        try:
+            with pytest.raises(RanksBroken, match="does not answer"):
+                group.sum(torch.ones(3))
+        finally:
+            ended.set()
+
+    of_all_ranks(tmp_path / "store", 2, one_hangs)
 
 
 @pytest.mark.parametrize(

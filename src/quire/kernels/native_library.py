@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-VERSION = 13
+VERSION = 14
 """Version of all structures and calls; ``cpu/version.cpp`` has the same number."""
 
 

@@ -5,6 +5,7 @@ Letters: T tokens, W columns from stage to stage, R rows, O output features, V v
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from torch._C._distributed_c10d import FileStore
 
 from quire.base.errors import RanksBroken
 from quire.contracts.ranks import Grid, Share, Stages
+from quire.kernels.native_library import native_library
+from quire.runner.shared_sums import SharedSums, memory_bytes
 
 HANG_SECONDS = 120.0
 """Seconds that a rank waits for another one, in a sum or for an answer: longer than a step takes
@@ -26,9 +29,9 @@ LOGITS, SCORES = 1, 2
 """Tags of messages; rows of the residual stream have 0."""
 
 
-def _group_of(rank: int, size: int, device: torch.device, meeting: Path) -> Any:
-    """Wait for all ranks. ``meeting``: a file that they share, and that does not exist yet."""
-    store, timeout = FileStore(str(meeting), size), timedelta(seconds=HANG_SECONDS)
+def _group_of(rank: int, size: int, device: torch.device, store: FileStore) -> Any:
+    """Wait for all ranks."""
+    timeout = timedelta(seconds=HANG_SECONDS)
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
@@ -41,15 +44,40 @@ def _group_of(rank: int, size: int, device: torch.device, meeting: Path) -> Any:
 
 
 class TorchGroup:
-    """A ``Group`` over ``torch.distributed``: gloo for CPUs, NCCL for GPUs."""
+    """A ``Group`` over ``torch.distributed``: NCCL for GPUs, gloo for CPUs, on which ranks add and
+    gather in memory that they share if there are C++ kernels."""
 
     def __init__(self, share: Share, device: torch.device, meeting: Path) -> None:
-        """See ``_group_of``."""
+        """Wait for all ranks. ``meeting``: a file that they share, and that does not exist yet."""
         self.rank, self.size = share.rank, share.size
-        self._group = _group_of(share.rank, share.size, device, meeting)
+        store = FileStore(str(meeting), share.size)
+        self._group = _group_of(share.rank, share.size, device, store)
+        self._shared: SharedSums | None = None  # The ranks agree by a sum.
+        self._shared = self._shared_sums(store) if device.type == "cpu" else None
+
+    def _shared_sums(self, store: FileStore) -> SharedSums | None:
+        """Share memory with the other ranks; None unless all of them can."""
+        library, made, found = native_library(), None, None
+        if self.rank == 0:
+            made = os.memfd_create("quire-ranks", os.MFD_CLOEXEC)
+            os.ftruncate(made, memory_bytes(self.size))
+            # It has no name, so nothing of it is left however the ranks end.
+            store.set("memory", f"/proc/{os.getpid()}/fd/{made}")
+        try:
+            if library is not None:
+                file = os.open(store.get("memory").decode(), os.O_RDWR | os.O_CLOEXEC)
+                found = SharedSums(library, file, self.rank, self.size, HANG_SECONDS, ENDED)
+        except OSError:
+            pass  # The processes do not see each other's files; sockets do.
+        count = int(self.sum(torch.tensor([found is not None], dtype=torch.float32)))
+        if made is not None:
+            os.close(made)
+        return found if count == self.size else None
 
     def sum(self, x: Tensor) -> Tensor:
         """See ``Group``."""
+        if self._shared is not None and x.is_contiguous():
+            return self._shared.sum(x)
         # The sum of two numbers is rounded once in any type; each further number rounds it again.
         sums = x.float() if self.size > 2 and x.element_size() == 2 else x
         try:
@@ -60,6 +88,8 @@ class TorchGroup:
 
     def gather(self, x_RO: Tensor) -> Tensor | None:
         """See ``Group``."""
+        if self._shared is not None:
+            return self._shared.gather(x_RO.contiguous())
         found = [[torch.empty_like(x_RO) for _ in range(self.size)]] if self.rank == 0 else []
         options = dist.GatherOptions()
         options.rootRank = 0
@@ -74,9 +104,9 @@ class TorchLine:
     """A ``Line`` over ``torch.distributed``. Neighbours are the ranks of one slice."""
 
     def __init__(self, rank: int, grid: Grid, device: torch.device, meeting: Path) -> None:
-        """See ``_group_of``."""
+        """Wait for all ranks, as ``TorchGroup`` does."""
         self._rank, self._grid, self._device = rank, grid, device
-        self._group = _group_of(rank, grid.size, device, meeting)
+        self._group = _group_of(rank, grid.size, device, FileStore(str(meeting), grid.size))
         self._moving: list[tuple[Any, Tensor]] = []
         self._row: tuple[int, torch.dtype, int] = (0, torch.float32, 0)
 
