@@ -114,6 +114,29 @@ def test_an_end_that_closes(kind: str, tmp_path: Path) -> None:
             theirs.send([b"more"])
 
 
+@pytest.mark.parametrize("kind", ["tcp", "shm"])
+def test_a_peer_that_answers_and_closes(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it closes after was sent, though the end knows before the call returns."""
+    with both(kind, tmp_path) as (ours, theirs):
+        assert isinstance(ours, SocketEnd)
+        write = ours._write
+
+        def written(left: list[memoryview], seconds: float) -> None:
+            write(left, seconds)
+            assert theirs.receive(10) is not None
+            theirs.send([b"the answer"])
+            theirs.close()
+            until(lambda: ours._fault)
+
+        monkeypatch.setattr(ours, "_write", written)
+        ours.send([b"the question"])
+        found = ours.receive(10)
+        assert found is not None
+        assert bytes(found) == b"the answer"
+        with pytest.raises(DataLoss, match="closed"):
+            ours.send([b"more"])
+
+
 CHILD = """
 import os, sys, time
 from quire.channels.greeting import Trust

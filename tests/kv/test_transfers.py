@@ -19,6 +19,7 @@ from quire.base.errors import Cancelled, DataLoss, FailedPrecondition, InvalidAr
 from quire.channels.pair import channel_pair
 from quire.contracts.channel import Buffers, Channel
 from quire.kv.contract import ContractState
+from quire.kv.messages import packed
 
 PAGE_SIZES = (1, 3, 4, 16)
 
@@ -445,6 +446,64 @@ def test_rows_for_slots_of_others_are_refused() -> None:
     with pytest.raises(DataLoss, match="came for slots that were not given for them; 0 of 2 layers"):
         receiver.disagg_wait(0, 10)
     assert all(torch.equal(content(receiver, 1)[name], tensor) for name, tensor in before.items())
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [
+        lambda slot: [],
+        lambda slot: [[-1, 1]],
+        lambda slot: [[slot + 1, 0]],
+        lambda slot: [[slot + 2, -1]],
+        lambda slot: [[slot - 1, 2]],
+        lambda slot: [[slot, 5]],
+        lambda slot: [[slot, 8]],
+        lambda slot: [[slot, 4], [slot + 4, 1]],
+        lambda slot: [[1000, 4]],
+        lambda slot: [[slot, 2**62]],
+        lambda slot: [[slot, 2**64]],
+        lambda slot: [[slot, 2, 2]],
+        lambda slot: "slots",
+    ],
+)
+def test_runs_that_were_not_given_are_refused(runs: Callable[[int], object]) -> None:
+    """Of two pages between those of others, in a message that is whole."""
+    kind = "window" if runs(0) == [[-1, 1]] else "full"  # The window leaves tokens without slots.
+    receiver = made(kind, 4)
+    for seq in (1, 2, 3):
+        begun(receiver, kind, seq, 4)
+    receiver.remove_sequence(2)
+    before = content(receiver, 1), content(receiver, 3)
+    begun(receiver, kind, 0)
+    ours, theirs = channel_pair()
+    _, slot, count, *_ = receiver.disagg_prepare_recv(0, 8, channel=theirs)
+    assert slot == -1 if kind == "window" else count == 4
+    name = receiver.state.parts.transfers[0].name
+    ours.send(packed({"transfer": name, "kind": "rows", "layer": 0, "runs": runs(slot)}))
+    with pytest.raises(DataLoss, match=r"not given for them|is malformed"):
+        receiver.disagg_wait(0, 10)
+    for seq, expected in zip((1, 3), before, strict=True):
+        assert all(torch.equal(content(receiver, seq)[name], tensor) for name, tensor in expected.items())
+    receiver.check()
+
+
+@pytest.mark.parametrize("total", [5, 20])
+@pytest.mark.parametrize("sizes", [(1, 16), (16, 1), (1, 1)])
+def test_pages_between_those_of_others(total: int, sizes: tuple[int, int]) -> None:
+    """Few runs of slots, and many, on either side."""
+    ours, theirs = channel_pair()
+    sender, receiver = (made("full", size) for size in sizes)
+    for state, size in ((sender, sizes[0]), (receiver, sizes[1])):
+        others = range(100, 100 + 160 // size)  # They have all pages.
+        for seq in others:
+            begun(state, "full", seq, 1)
+        for seq in others[::2]:
+            state.remove_sequence(seq)
+        begun(state, "full", 0)
+    sender.disagg_mark_send(0, 0, receiver.disagg_prepare_recv(0, total, channel=theirs), ours)
+    run(sender, "full", 0, total)
+    receiver.disagg_wait(0, 10)
+    same(receiver, 0, sender, 0)
 
 
 def test_states_that_leave_the_ring_are_free() -> None:

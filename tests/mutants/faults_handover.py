@@ -47,4 +47,11 @@ MUTANTS = (
         new="        pass\n",
         tests=("channels/test_channels.py::test_a_wrong_secret",),
     ),
+    Mutant(
+        name="a-peer-that-closes-after-the-last-message-loses-it",
+        file="channels/socket_end.py",
+        old="        return not (left and self._fault)",
+        new="        return not self._fault",
+        tests=("channels/test_channels.py::test_a_peer_that_answers_and_closes",),
+    ),
 )

@@ -144,18 +144,21 @@ class SocketEnd(ABC):
             self._outbox.popleft()
 
     def _writes(self, left: list[memoryview], seconds: float) -> bool:
-        """Write as ``_write`` does; False, with the fault noted, if the channel is broken."""
+        """Write as ``_write`` does; False, with the fault noted, if the channel broke before that.
+        A peer may answer and close right after it."""
         try:
             self._write(left, seconds)
         except ConnectionError as error:  # What the peer has sent before it went is still to be read.
             with self._changed:
                 self._fault = self._fault or f"the channel to {self.peer} is broken: {error}"
                 self._changed.notify_all()
+            return False
         except BaseException as error:  # Half of a message may have passed.
             self._break(f"the channel to {self.peer} is broken: {error or type(error).__name__}")
             if not isinstance(error, (OSError, DataLoss)):
                 raise
-        return not self._fault
+            return False
+        return not (left and self._fault)
 
     @abstractmethod
     def _write(self, left: list[memoryview], seconds: float) -> None:

@@ -190,6 +190,11 @@ def slots_of(pages: PageIds, start: int, stop: int, page_size: int) -> NDArray[n
     return pages[addresses // page_size].astype(np.int64) * page_size + addresses % page_size
 
 
+def breaks_of(slots: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the places at which a slot does not follow the slot before it."""
+    return np.flatnonzero(slots[1:] != slots[:-1] + 1) + 1
+
+
 def slot_index(ranges: Iterable[SlotRange]) -> NDArray[np.int64]:
     """Return all slots of all ranges."""
     parts = [np.arange(part.start, part.start + part.count, dtype=np.int64) for part in ranges]

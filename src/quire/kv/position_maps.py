@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.base.errors import InvalidArgument
+from quire.kv.forward_need import breaks_of
 from quire.kv.sequences import check_integer
 
 UNSTORED = -1
@@ -26,10 +27,10 @@ def runs_of(slots: NDArray[np.int64]) -> list[tuple[int, int]]:
     """Return the runs (begin, length) of slots; tokens that are not stored are runs, too."""
     if not slots.size:
         return []
-    unstored = slots == UNSTORED
-    follows = np.where(unstored[1:], unstored[:-1], (np.diff(slots) == 1) & ~unstored[:-1])
-    starts = np.concatenate(([0], np.flatnonzero(~follows) + 1, [slots.size]))
-    return [(int(slots[low]), high - low) for low, high in pairwise(starts.tolist())]
+    # Numbers in a row, which none of a slot follows, stand for tokens that are not stored.
+    numbers = np.where(slots == UNSTORED, np.arange(-2 * slots.size, -slots.size), slots)
+    ends = [0, *breaks_of(numbers).tolist(), slots.size]
+    return [(int(slots[low]), high - low) for low, high in pairwise(ends)]
 
 
 def slots_of_runs(runs: Sequence[Sequence[int]]) -> NDArray[np.int64]:

@@ -49,6 +49,7 @@ class Reception(Transfer):
         self._slots = [one.slots for one in classes]
         self._orders = [np.argsort(slots, kind="stable") for slots in self._slots]
         """By class: the tokens in the order of their slots."""
+        self._ascending = [slots[order] for slots, order in zip(self._slots, self._orders, strict=True)]
         self._come = {layer: self._slots[one.class_index] < 0 for layer, one in state.paged.layers.items()}
         """By layer, of each token: whether its row has come, or none is stored."""
         self._states = set(state.recurrent_ids)
@@ -83,7 +84,7 @@ class Reception(Transfer):
                 self._take(header, data)
             except DataLoss as error:
                 self.fail(DataLoss(f"{error}; {self.told()}"))
-            except (KeyError, TypeError, ValueError) as error:
+            except (KeyError, TypeError, ValueError, OverflowError) as error:
                 self.fail(DataLoss(f"a message of the sender is malformed ({error}); {self.told()}"))
 
     def _take(self, header: Mapping[str, Any], data: memoryview) -> None:
@@ -95,7 +96,7 @@ class Reception(Transfer):
             return
         layer = header["layer"]
         if kind == "rows":
-            self._take_rows(layer, slots_of_runs(header["runs"]), data)
+            self._take_rows(layer, np.array(header["runs"], dtype=np.int64).reshape(-1, 2), data)
         elif kind == "state":
             part = state.recurrent_part("disagg_wait")
             planes = planes_of(data, recurrent_plan(part, layer, ()), f"the state of layer {layer}")
@@ -105,27 +106,33 @@ class Reception(Transfer):
             plan = group_plan(state.spec(layer), header["rows"], state.paged.format)
             self._encoders[layer] = planes_of(data, plan, f"encoder rows of layer {layer}")
 
-    def _take_rows(self, layer_id: int, slots: np.ndarray[Any, np.dtype[np.int64]], data: memoryview) -> None:
+    def _take_rows(self, layer_id: int, runs: np.ndarray[Any, np.dtype[np.int64]], data: memoryview) -> None:
         state = self._state
         layer = state.paged.layers[layer_id]
-        mine, order = self._slots[layer.class_index], self._orders[layer.class_index]
-        places = np.searchsorted(mine, slots, sorter=order)
-        tokens = order[np.minimum(places, len(order) - 1)]
-        if not slots.size or slots.min() < 0 or (mine[tokens] != slots).any():
+        mine, (begins, counts) = self._ascending[layer.class_index], runs.T
+        low = np.searchsorted(mine, begins)
+        fit = bool(begins.size) and ((begins >= 0) & (counts > 0) & (counts <= mine.size - low)).all()
+        # Slots differ, so none of a run is missing if its last one is where it must be.
+        if not fit or (mine[low + counts - 1] != begins + counts - 1).any():
             raise DataLoss(f"rows of layer {layer_id} came for slots that were not given for them")
-        plan = group_plan(state.whole_specs[layer_id], slots.size, state.paged.format)
-        planes = planes_of(data, plan, f"{slots.size} rows of layer {layer_id}")
+        total = int(counts.sum())
+        plan = group_plan(state.whole_specs[layer_id], total, state.paged.format)
+        planes = planes_of(data, plan, f"{total} rows of layer {layer_id}")
         storage = state.paged.classes[layer.class_index].storage
-        breaks = np.flatnonzero(np.diff(slots) != 1) + 1
-        if breaks.size < FEW_RUNS:
-            for low, high in zip((0, *breaks.tolist()), (*breaks.tolist(), slots.size), strict=True):
-                run = {name: plane[low:high] for name, plane in planes.items()}
-                own = state.own_planes(self.seq_id, layer_id, slots[low:high], run)
-                storage.put_run(layer.index, int(slots[low]), own)
-        else:
+        if len(runs) > FEW_RUNS:
+            slots = slots_of_runs(runs.tolist())
             own = state.own_planes(self.seq_id, layer_id, slots, planes)
             storage.put(layer.index, slots, {name: plane.to(state.device) for name, plane in own.items()})
-        self._come[layer_id][tokens] = True
+        else:
+            start = 0
+            for begin, count in runs.tolist():
+                run = {name: plane[start : start + count] for name, plane in planes.items()}
+                own = state.own_planes(self.seq_id, layer_id, np.arange(begin, begin + count), run)
+                storage.put_run(layer.index, begin, own)
+                start += count
+        come, order = self._come[layer_id], self._orders[layer.class_index]
+        for first, count in zip(low.tolist(), counts.tolist(), strict=True):
+            come[order[first : first + count]] = True
 
     def publish(self) -> None:
         """Make all that has come count. ``ResourceExhausted``, unchanged, without pages for

@@ -17,11 +17,12 @@ from quire.kv.forward_need import slots_of
 from quire.kv.messages import packed
 from quire.kv.parts import StateParts
 from quire.kv.position_maps import runs_of
-from quire.kv.storage import geometry
+from quire.kv.storage import IN_PARALLEL, geometry
 from quire.kv.transfer import Transfer
 
-PIECE_BYTES = 2 << 20
-"""Bytes of rows in a message, about: it is sent and written while the next one is."""
+PIECE_BYTES = IN_PARALLEL
+"""Most bytes of rows in a message, which is sent and written while the next one is. Smaller ones
+cost more: each has its share of Python, in caches that rows have just filled."""
 
 
 class SendMark(Transfer):
@@ -76,10 +77,11 @@ class SendMark(Transfer):
             return
         target, source = self._slots[layer.class_index][low - self.begin : high - self.begin], source[low - start :]
         stored = np.flatnonzero(target >= 0)
+        target, source = target[stored], source[stored]
         per_row = self._state.paged.format.bytes_per_row(geometry(self._state.whole_specs[layer_id]))
         most = max(1, PIECE_BYTES // max(1, per_row))
         for first in range(0, stored.size, most):
-            some = stored[first : first + most]
+            some = slice(first, first + most)
             self.say("rows", self._state.lend(layer_id, source[some]), layer=layer_id, runs=runs_of(target[some]))
 
     def advance(self, length: int) -> None:

@@ -14,6 +14,7 @@ import math
 import mmap
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from typing import TypeAlias
 
 import numpy as np
@@ -26,7 +27,7 @@ from quire.base.uploads import uploaded
 from quire.contracts.kv_format import Geometry, KVFormat, PlainRows
 from quire.contracts.layers import CrossAttention, FullAttention, LatentAttention, WindowedAttention
 from quire.contracts.rows import RowKernels
-from quire.kv.forward_need import SlotCopy, SlotRange, slot_index
+from quire.kv.forward_need import SlotCopy, SlotRange, breaks_of, slot_index
 from quire.ops.rows import REFERENCE_ROWS
 
 KeyValueSpec: TypeAlias = FullAttention | WindowedAttention
@@ -92,7 +93,7 @@ def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, w
 
 
 IN_PARALLEL = 4 << 20
-"""Bytes from which on torch copies host memory, with several threads. These wait for each other. If
+"""Bytes above which torch copies host memory, with several threads. These wait for each other. If
 the processors have other work, that takes many times longer than a smaller copy."""
 
 
@@ -102,7 +103,7 @@ def copy_rows(target: Tensor, source: Tensor, start: int = 0) -> None:
     stop = start + source.shape[0]
     if not 0 <= start <= stop <= target.shape[0] or source.shape[1:] != target.shape[1:]:
         raise InvalidArgument(f"rows {tuple(source.shape)} do not fit rows {start} on of {tuple(target.shape)}")
-    is_small = source.nbytes < IN_PARALLEL and source.dtype == target.dtype
+    is_small = source.nbytes <= IN_PARALLEL and source.dtype == target.dtype
     if is_small and source.is_cpu and target.is_cpu and source.is_contiguous() and target.is_contiguous():
         # By address: views of both, for a library that copies, take longer than the copy.
         ctypes.memmove(target.data_ptr() + start * target.stride(0) * target.itemsize, source.data_ptr(), source.nbytes)
@@ -113,11 +114,11 @@ def copy_rows(target: Tensor, source: Tensor, start: int = 0) -> None:
 def _taken(rows_SHD: Tensor, slots: NDArray[np.int64]) -> Tensor:
     """Return a copy of rows, in one thread if it is small, as ``copy_rows``. Rows in a row, which
     are most of those in fresh pages, are copied at once."""
-    if rows_SHD.is_cpu and slots.size and bool((np.diff(slots) == 1).all()):
+    if rows_SHD.is_cpu and slots.size and not breaks_of(slots).size:
         found = torch.empty((slots.size, *rows_SHD.shape[1:]), dtype=rows_SHD.dtype)
         copy_rows(found, rows_SHD[int(slots[0]) : int(slots[0]) + slots.size])
         return found
-    if rows_SHD.is_cpu and 0 < slots.size * rows_SHD.shape[1:].numel() * rows_SHD.itemsize < IN_PARALLEL:
+    if rows_SHD.is_cpu and 0 < slots.size * rows_SHD.shape[1:].numel() * rows_SHD.itemsize <= IN_PARALLEL:
         return torch.from_numpy(rows_SHD.view(torch.uint8).numpy().take(slots, axis=0)).view(rows_SHD.dtype)
     return rows_SHD.index_select(0, uploaded(slots, rows_SHD.device))
 
@@ -196,10 +197,11 @@ class PagedStorage:
 
     def lend(self, layer: int, slots: NDArray[np.int64]) -> list[Tensor]:
         """Return the planes of these slots one after the other, in pieces that may be views."""
-        starts = np.flatnonzero(np.diff(slots) != 1) + 1
-        if self.device.type != "cpu" or starts.size >= FEW_RUNS:
+        breaks = breaks_of(slots)
+        if self.device.type != "cpu" or breaks.size >= FEW_RUNS:
             return list(self.take(layer, slots).values())
-        runs = [slice(int(run[0]), int(run[0]) + run.size) for run in np.split(slots, starts)]
+        ends = pairwise([0, *breaks.tolist(), slots.size])
+        runs = [slice(int(slots[low]), int(slots[low]) + high - low) for low, high in ends]
         return [plane[run] for plane in self.planes[layer].values() for run in runs]
 
     def put(self, layer: int, slots: NDArray[np.int64], planes: Mapping[str, Tensor]) -> None:
