@@ -11,7 +11,6 @@ with llm.session("class Stack:\\n") as session:
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -26,6 +25,7 @@ from quire.base.hints import CacheHints
 from quire.base.interrupts import uninterrupted
 from quire.base.outputs import BeamSearchOutput, RequestOutput, WarmedSegment
 from quire.base.process_exit import end_with_process
+from quire.base.progress import on_terminal
 from quire.base.sampling_params import BeamSearchParams, SamplingParams
 from quire.base.segments import BlendParams, Segment
 from quire.base.signatures import require_bool
@@ -132,7 +132,7 @@ class LLM:
         # Before the model is loaded, which takes longer than to find that the directory is in use.
         journal = None if config.state_dir is None else SessionJournal(Path(config.state_dir))
         try:
-            parts = self._parts = build(config, progress=sys.stderr.isatty())
+            parts = self._parts = build(config, progress=on_terminal())
             self._engine, self._adapters = parts.engine, parts.adapters
             self._requests = RequestPreparation(parts.engine, parts.adapters, parts.default_params)
             self._sessions = SessionSources(
