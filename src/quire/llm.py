@@ -30,6 +30,7 @@ from quire.base.sampling_params import BeamSearchParams, SamplingParams
 from quire.base.segments import BlendParams, Segment
 from quire.base.signatures import require_bool
 from quire.base.speculation import Speculation
+from quire.base.uncopied import Uncopied
 from quire.blend.calibration import PROBES, BlendCalibration, QualityLimits
 from quire.blend.given_parts import checked_part
 from quire.build import build, quantization_problem
@@ -71,7 +72,7 @@ if TYPE_CHECKING:
     from quire_inspector.views.state_views import StateViews
 
 
-class LLM:
+class LLM(Uncopied):
     """A loaded model that generates, and whose state sessions can hold.
 
     ``model`` is the name of a bundled model, a directory, or a Hugging Face id.
@@ -81,6 +82,8 @@ class LLM:
     built-in selection in prompts with ``blend``; their interfaces are in ``quire.blend``. Raises
     ``NotFound``, ``CheckpointError``, ``InvalidArgument``, ``Unsupported``, ``ResourceExhausted``.
     """
+
+    _instead = "make another where it is needed, or serve it and send requests"
 
     def __init__(
         self,
