@@ -11,7 +11,6 @@ with llm.session("class Stack:\\n") as session:
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -26,10 +25,12 @@ from quire.base.hints import CacheHints
 from quire.base.interrupts import uninterrupted
 from quire.base.outputs import BeamSearchOutput, RequestOutput, WarmedSegment
 from quire.base.process_exit import end_with_process
+from quire.base.progress import on_terminal
 from quire.base.sampling_params import BeamSearchParams, SamplingParams
 from quire.base.segments import BlendParams, Segment
 from quire.base.signatures import require_bool
 from quire.base.speculation import Speculation
+from quire.base.uncopied import Uncopied
 from quire.blend.calibration import PROBES, BlendCalibration, QualityLimits
 from quire.blend.given_parts import checked_part
 from quire.build import build, quantization_problem
@@ -71,7 +72,7 @@ if TYPE_CHECKING:
     from quire_inspector.views.state_views import StateViews
 
 
-class LLM:
+class LLM(Uncopied):
     """A loaded model that generates, and whose state sessions can hold.
 
     ``model`` is the name of a bundled model, a directory, or a Hugging Face id.
@@ -81,6 +82,8 @@ class LLM:
     built-in selection in prompts with ``blend``; their interfaces are in ``quire.blend``. Raises
     ``NotFound``, ``CheckpointError``, ``InvalidArgument``, ``Unsupported``, ``ResourceExhausted``.
     """
+
+    _instead = "make another where it is needed, or serve it and send requests"
 
     def __init__(
         self,
@@ -132,7 +135,7 @@ class LLM:
         # Before the model is loaded, which takes longer than to find that the directory is in use.
         journal = None if config.state_dir is None else SessionJournal(Path(config.state_dir))
         try:
-            parts = self._parts = build(config, progress=sys.stderr.isatty())
+            parts = self._parts = build(config, progress=on_terminal())
             self._engine, self._adapters = parts.engine, parts.adapters
             self._requests = RequestPreparation(parts.engine, parts.adapters, parts.default_params)
             self._sessions = SessionSources(

@@ -9,7 +9,7 @@ from typing import Any
 
 from quire.base.config import check_real
 from quire.base.errors import QuireError
-from quire.base.progress import Bar
+from quire.base.progress import Bar, on_terminal
 from quire.cli.remote_chat import Link
 from quire.statefile.atomic_file import check_regular
 from quire_inspector.views.trace_events import ANOTHER, TraceRecorder
@@ -55,7 +55,7 @@ def _record(link: Link, recorder: TraceRecorder, seconds: float) -> None:
     """Request until the time is over, with a bar of seconds on a terminal."""
     begun = time.monotonic()
     form = "{desc}: {percentage:3.0f}%|{bar}| {n:.0f}/{total:.0f} s{postfix}"
-    with Bar(total=seconds, desc="Recording", bar_format=form, disable=not sys.stderr.isatty()) as bar:
+    with Bar(total=seconds, desc="Recording", bar_format=form, disable=not on_terminal()) as bar:
         while True:
             left = begun + seconds - time.monotonic()
             time.sleep(max(0.0, min(INTERVAL, left)))

@@ -833,6 +833,15 @@ def test_a_closed_stdout_is_told(saved: Path) -> None:
     assert (done.returncode, done.stderr) == (2, b"quire: output cannot be written: stdout is closed\n")
 
 
+@pytest.mark.parametrize(
+    ("closed", "told"), [("<&-", b"quire: the prompt is empty; give at least one token\n"), ("2>&-", b"")]
+)
+def test_a_closed_stdin_or_stderr_is_a_silent_one(closed: str, told: bytes) -> None:
+    command = f"{sys.executable} -m quire.cli.main generate - {closed}"
+    done = subprocess.run(["sh", "-c", command], stdin=subprocess.DEVNULL, capture_output=True)
+    assert (done.returncode, done.stdout, done.stderr) == (2, b"", told)
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full on this system")
 @pytest.mark.parametrize(
     "arguments",

@@ -256,6 +256,15 @@ def test_a_session_that_ends_in_an_image_is_saved(small: LLM, llama: Checkpoint)
         assert continues(llama, [*ids, 3, 4], rows, found)
 
 
+def test_a_text_in_the_words_of_vllm(python_llm: LLM) -> None:
+    wrapped: Any = {"prompt": "import os"}
+    (alone,), both = python_llm.generate(wrapped, greedy(2)), python_llm.generate([wrapped, "import os"], greedy(2))
+    assert [one.prompt for one in (alone, *both)] == ["import os"] * 3
+    assert alone.outputs[0].text == both[0].outputs[0].text == both[1].outputs[0].text
+    with python_llm.session(wrapped) as session:
+        assert session.append(wrapped).text == "import os" * 2
+
+
 def test_chat_and_text_with_images(python_llm: LLM) -> None:
     width = python_llm.model.hidden_size
     session = python_llm.session("import ")
@@ -294,6 +303,8 @@ def test_windowed_sessions(small: LLM) -> None:
         ({"prompt_token_ids": [1], "multi_modal_data": {"video": 3}}, InvalidArgument, "image and audio"),
         ({"prompt_token_ids": [1], "multi_modal_data": {"image": 3}}, InvalidArgument, "multi_modal_data.image must be .* got 3"),
         ({}, InvalidArgument, "needs prompt_token_ids"),
+        ({"prompt": "x", "multi_modal_data": {}}, InvalidArgument, "has no prompt; .* or prompt alone, a text"),
+        ({"prompt": [1]}, InvalidArgument, "has no prompt; .* or prompt alone, a text"),
         ({"prompt_embeds": rows_of(2), "prompt_token_ids": [1]}, InvalidArgument, "leave the other keys out"),
         ({"prompt_embeds": rows_of(0)}, InvalidArgument, "at least one token"),
         ({"prompt_embeds": rows_of(2).long()}, InvalidArgument, "floating"),

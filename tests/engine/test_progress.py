@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import tqdm.std
 
-from quire import LLM, AsyncLLM, SamplingParams
+from quire import LLM, AsyncLLM, BeamSearchParams, SamplingParams
 from quire.base.errors import DataLoss, InvalidArgument
 from quire.base.progress import Bar
 from quire.cli import main as cli
@@ -67,6 +67,14 @@ def test_of_several_prompts_all_tokens_count(llm: LLM, monkeypatch: pytest.Monke
     done = [int(found) for found in re.findall(rf"prompt tokens (\d+)/{total}", text)]
     assert done[-1] > total - 32
     assert "2/2" in text
+
+
+def test_a_process_without_stderr_loads_and_generates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", None)  # as in a daemon, or behind 2>&-
+    with LLM("tiny-python", dtype="float32", kv_cache_memory="8MiB") as llm:
+        assert len(llm.generate([LONG, LONG], GREEDY)) == len(llm.generate([LONG, LONG], GREEDY, use_tqdm=True)) == 2
+        llm.session(LONG).close()
+        llm.beam_search([LONG, LONG], BeamSearchParams(beam_width=2, max_tokens=2))
 
 
 def test_nothing_is_shown_where_nobody_looks(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from quire import AsyncLLM
 from quire.server.http.errors import ApiError
-from quire.server.openai.conversations import thinking_variables
+from quire.server.openai.conversations import request_variables, thinking_variables
 from quire.server.openai.protocol import ChatRequest
 
 from .conftest import OPTIONS, Served, serving
@@ -315,6 +315,16 @@ def test_reasoning_reaches_the_template_or_is_refused(template: str, fields: dic
         assert (caught.value.status, caught.value.param) == (400, found)
     else:
         assert thinking_variables(body, template) == found
+
+
+def test_documents_reach_a_template_that_reads_them() -> None:
+    documents = [{"text": "a"}]
+    body = ChatRequest.model_validate({"messages": [], "documents": documents})
+    assert request_variables(body, "{{ messages }}{{ documents }}") == {"documents": documents}
+    with pytest.raises(ApiError, match="reads no documents"):
+        request_variables(body, "{{ messages }}")
+    none = ChatRequest.model_validate({"messages": [], "documents": []})
+    assert request_variables(none, "{{ messages }}") == {"documents": []}
 
 
 def test_allow_names_all_methods(chat_client: httpx.Client) -> None:

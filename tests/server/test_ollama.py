@@ -57,6 +57,18 @@ def test_a_chat_is_answered_as_by_openais_endpoint(client: httpx.Client) -> None
     assert streamed[-1]["eval_count"] == 8
 
 
+def test_durations_are_of_the_prompt_and_of_the_text(client: httpx.Client) -> None:
+    messages = {"messages": [{"role": "user", "content": "x = 1"}]}
+    for path, asked in [
+        ("chat", messages),
+        ("generate", {"prompt": "x = 1"}),
+        ("generate", {"prompt": "x", "raw": True}),
+    ]:
+        for found in (answer(client, path, **asked), lines(client, path, **asked)[-1]):
+            assert found["total_duration"] >= found["prompt_eval_duration"] + found["eval_duration"] - 2
+            assert min(found["prompt_eval_duration"], found["eval_duration"]) > 0
+
+
 def test_a_prompt_is_a_chat_of_one_message(client: httpx.Client) -> None:
     chat = answer(client, "chat", messages=[{"role": "system", "content": "s"}, {"role": "user", "content": "x = 1"}])
     text = answer(client, "generate", prompt="x = 1", system="s")

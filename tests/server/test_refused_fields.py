@@ -179,6 +179,7 @@ OTHERS: dict[str, list[tuple[Any, Any]]] = {
         ({"messages": MESSAGES, "reasoning": {"enabled": True}}, (400, UNSUPPORTED, "reasoning.enabled")),
         ({"messages": MESSAGES, "reasoning": {"max_tokens": 5}}, "reasoning.max_tokens"),
         ({"messages": MESSAGES, "reasoning_effort": "low"}, (400, UNSUPPORTED, "reasoning_effort")),
+        ({"messages": MESSAGES, "documents": [{"text": "a"}]}, (400, UNSUPPORTED, "documents")),
         (
             {"messages": MESSAGES, "reasoning_effort": "low", "reasoning": {"effort": "high"}},
             (400, None, "reasoning.effort"),

@@ -19,6 +19,7 @@ from quire.base.hints import CacheHints
 from quire.base.outputs import BeamSearchOutput, RequestOutput, WarmedSegment
 from quire.base.sampling_params import BeamSearchParams, SamplingParams
 from quire.base.segments import BlendParams, Segment
+from quire.base.uncopied import Uncopied
 from quire.engine.named_adapters import AdapterInfo
 from quire.engine.prompts import Prompt, Prompts, SegmentedPrompt, Text
 from quire.engine.request import Request
@@ -40,7 +41,7 @@ class ChatOptions(TypedDict, total=False):
     blend: BlendParams | None
 
 
-class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
+class AsyncLLM(Uncopied, AbstractAsyncContextManager["AsyncLLM"]):
     """An ``LLM`` whose verbs are awaited.
 
     Arguments and errors are as of ``LLM``. The constructor loads the model, so a running loop
@@ -48,6 +49,8 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
     use the object. Cancelling a task that awaits a verb cancels the verb within a step. A request's
     error reaches only the tasks that await this request.
     """
+
+    _instead = "make another where it is needed, or serve it and send requests"
 
     def __init__(self, model: str | Path, **options: Any) -> None:
         self._llm = self._inner = LLM(model, **options)

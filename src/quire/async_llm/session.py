@@ -13,6 +13,7 @@ from quire.async_llm.stepper import Job
 from quire.async_llm.stream import AsyncStream, Prepared
 from quire.base.hints import CacheHints
 from quire.base.sampling_params import SamplingParams
+from quire.base.uncopied import Uncopied
 from quire.contracts.token_views import ComparisonView
 from quire.engine.prompts import Prompt
 from quire.engine.request import Request
@@ -26,10 +27,12 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 
-class AsyncSession(AbstractAsyncContextManager["AsyncSession"]):
+class AsyncSession(Uncopied, AbstractAsyncContextManager["AsyncSession"]):
     """A ``quire.Session`` whose verbs are awaited, made by ``AsyncLLM.session``. Values that take
     no lock are properties. Cancelling a task that awaits a verb cancels the verb: tokens generated
     by then stay, everything else is undone."""
+
+    _instead = "fork() makes another, to_bytes() and save() keep it"
 
     def __init__(self, background: Background, session: Session) -> None:
         self._background = background

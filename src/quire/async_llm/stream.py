@@ -14,6 +14,7 @@ from quire.async_llm.stepper import Job
 from quire.base.errors import FailedPrecondition
 from quire.base.finalizers import unless_exiting
 from quire.base.outputs import Logprob, RequestOutput, StreamDelta
+from quire.base.uncopied import Uncopied
 from quire.engine.request_outputs import by_token
 
 
@@ -41,13 +42,15 @@ Prepared: TypeAlias = tuple[Job, Callable[[], RequestOutput]]
 """A job that is ready to start, and what returns its output so far."""
 
 
-class AsyncStream(AsyncIterator[SampleDelta], AbstractAsyncContextManager["AsyncStream"]):
+class AsyncStream(Uncopied, AsyncIterator[SampleDelta], AbstractAsyncContextManager["AsyncStream"]):
     """An iterator over deltas: ``async for delta in stream``.
 
     It starts when its first delta is asked for, and refuses then what ``generate`` refuses. Leaving
     the loop early, ``aclose``, and cancelling the task that awaits a delta cancel the request,
     which frees its pages within a step. A slow consumer gets several tokens in a delta.
     """
+
+    _instead = "read it where it was made"
 
     def __init__(self, background: Background, prepare: Callable[[], Awaitable[Prepared]]) -> None:
         self._background = background

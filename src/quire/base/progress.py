@@ -6,11 +6,17 @@ between the two would leave one held, and the next bar of another thread would w
 
 from __future__ import annotations
 
+import sys
 from typing import Any, Self
 
 from tqdm import tqdm
 
 from quire.base.interrupts import SHIELD, uninterrupted
+
+
+def on_terminal() -> bool:
+    """Return True if stderr is a terminal. A process may have no stderr (``2>&-``, a daemon)."""
+    return sys.stderr is not None and sys.stderr.isatty()
 
 
 class Bar(tqdm):  # type: ignore[type-arg]  # generic in the stubs only
@@ -22,7 +28,8 @@ class Bar(tqdm):  # type: ignore[type-arg]  # generic in the stubs only
 
     @uninterrupted
     def __init__(self, *args: Any, **settings: Any) -> None:
-        super().__init__(*args, **settings)
+        # Without a stderr there is nothing to draw on.
+        super().__init__(*args, **(settings if sys.stderr is not None else {**settings, "disable": True}))
 
     def clear(self, nolock: bool = False) -> None:
         """Clear the bar's line."""

@@ -491,11 +491,22 @@ command(app)(trace)
 # -- the entry point -------------------------------------------------------------------------------
 
 
+def _open_closed_streams() -> None:
+    """Read and write nothing where the shell has closed stdin or stderr. The next opened file would
+    else get their numbers. A closed stdout stays None, so that a lost output is reported."""
+    while (number := os.open(os.devnull, os.O_RDWR)) < 3:
+        os.set_inheritable(number, True)
+    os.close(number)
+    sys.stdin = sys.stdin or os.fdopen(0)
+    sys.stderr = sys.stderr or os.fdopen(2, "w")
+
+
 def main() -> None:
     """Run the command ``quire``."""
     # At Python's own threshold, collections take a fifth of the time to a first token: imports make
     # hundreds of thousands of objects, all of which stay.
     gc.set_threshold(COLLECT_AFTER)
+    _open_closed_streams()
     with one_sentence():
         try:
             app(prog_name="quire")

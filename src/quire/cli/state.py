@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from quire.base.errors import InvalidArgument, NotFound
+from quire.base.progress import on_terminal
 from quire.cli.options import command
 from quire.cli.store_tables import COLUMNS, SHOWN, commit_facts, commit_row, fact_for_people
 
@@ -280,7 +281,7 @@ def _transfer(name: str, space: str, force: bool, source: StoreTier, target: Sto
     async def run() -> Transferred:
         ends = History(source, Space(space)), History(target, Space(space))
         try:
-            return await transfer(*ends, name, force=force, show=sys.stderr.isatty())
+            return await transfer(*ends, name, force=force, show=on_terminal())
         finally:
             await source.close()
             await target.close()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING
 
-from quire.base.progress import Bar
+from quire.base.progress import Bar, on_terminal
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,7 +27,7 @@ DELAY = 0.5
 
 def is_wanted(use_tqdm: bool | None) -> bool:
     """Return whether a bar may be shown: as asked, or on a terminal."""
-    return sys.stderr.isatty() if use_tqdm is None else use_tqdm
+    return on_terminal() if use_tqdm is None else use_tqdm
 
 
 class GenerationBar:
@@ -40,9 +40,9 @@ class GenerationBar:
         """
         self._requests = requests
         self._total = sum(samples[0].asked.num_prompt for samples in requests)
-        if show is None:
+        if show is None and on_terminal():
             show = sys.stderr.isatty() and (len(requests) > 1 or self._total > step_tokens)
-        self.shown = show
+        self.shown = bool(show)
         self._bar = Bar(total=len(requests), desc="Generating", unit="prompt", disable=not show)
         self._said: str | None = None
         self._began: tuple[float, int] | None = None
@@ -125,7 +125,7 @@ def prompt_pieces(tokens: Sequence[int], step_tokens: int) -> Generator[Sequence
 
     It is one piece, or on a terminal several of ``step_tokens`` with a temporary bar.
     """
-    show = sys.stderr.isatty() and len(tokens) > step_tokens
+    show = on_terminal() and len(tokens) > step_tokens
     size = step_tokens if show else len(tokens)
     with Bar(total=len(tokens), desc="Prompt", unit="token", leave=False, disable=not show) as bar:
         for start in range(0, len(tokens), size):

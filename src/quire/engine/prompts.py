@@ -69,7 +69,10 @@ def read_prompt(prompt: EmbedsPrompt, hidden_size: int) -> tuple[NDArray[np.int6
 
 def _as_inputs(prompt: Mapping[str, Any]) -> ExecutorInputs:
     if unknown := sorted(str(key) for key in prompt if key not in KEYS):
-        raise InvalidArgument(f"a prompt has no {', '.join(unknown)}; {', '.join(KEYS)} are accepted", field=unknown[0])
+        raise InvalidArgument(
+            f"a prompt has no {', '.join(unknown)}; {', '.join(KEYS)} are accepted, or prompt alone, a text",
+            field=unknown[0],
+        )
     if "prompt_embeds" in prompt:
         if len(prompt) > 1:
             raise InvalidArgument("prompt_embeds are the whole prompt; leave the other keys out", field="prompt_embeds")
@@ -122,10 +125,17 @@ def is_segmented(prompt: object) -> bool:
     return isinstance(prompt, (list, tuple)) and any(isinstance(part, Segment) for part in prompt)
 
 
+def unwrapped(prompt: Prompt) -> Prompt:
+    """Return the text of a ``{"prompt": text}``, as vLLM has it, and other prompts as they are."""
+    if isinstance(prompt, Mapping) and set(prompt) == {"prompt"} and isinstance(prompt["prompt"], str):
+        return str(prompt["prompt"])
+    return prompt
+
+
 def as_prompts(prompts: Prompts) -> list[Prompt]:
     """Return a list of the prompts, of which there may be a single one."""
     if isinstance(prompts, (str, Mapping, ExecutorInputs)):
-        return [prompts]
+        return [unwrapped(prompts)]
     if isinstance(prompts, torch.Tensor):
         prompts = prompts.tolist()
     listable = isinstance(prompts, Sequence) and not isinstance(prompts, (bytes, bytearray))
@@ -138,7 +148,7 @@ def as_prompts(prompts: Prompts) -> list[Prompt]:
     for number, item in enumerate(prompts):
         if not isinstance(item, (str, Sequence, Mapping, ExecutorInputs, np.ndarray, torch.Tensor)):
             raise InvalidArgument(field=f"prompts.{number}", given=item, allowed="text or token ids")
-    return list(prompts)  # type: ignore[arg-type]
+    return [unwrapped(prompt) for prompt in prompts]  # type: ignore[arg-type]
 
 
 @contextmanager

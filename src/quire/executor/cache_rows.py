@@ -17,6 +17,7 @@ from quire.base.errors import NotFound, QuireError
 from quire.base.media import NO_MEDIA
 from quire.base.signatures import checks_arguments
 from quire.base.types import DropCheckpoint, Pop, SetWindow
+from quire.base.uncopied import Uncopied
 from quire.branches import spare_states
 from quire.branches.branch import Branch
 from quire.branches.extension import Extension, keep
@@ -43,8 +44,10 @@ def locked(method: Callable[Concatenate[C, P], R]) -> Callable[Concatenate[C, P]
 
 
 @checks_arguments()
-class CacheRows:
+class CacheRows(Uncopied):
     """The rows of a cache over a pool, which frees their sequences after the cache is gone."""
+
+    _instead = "deep_copy() makes another on the same pages, serialize() keeps it"
 
     def __init__(
         self,

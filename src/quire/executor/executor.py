@@ -27,6 +27,7 @@ from quire.base.sampling_params import SamplingParams
 from quire.base.signatures import checks_arguments
 from quire.base.speculation import Speculation
 from quire.base.types import LogitsWanted
+from quire.base.uncopied import Uncopied
 from quire.branches.model_facts import ModelFacts
 from quire.branches.row_media import check_modalities
 from quire.contracts.executor import (
@@ -75,7 +76,7 @@ from quire.speculation.proposers import proposer_of
 
 
 @checks_arguments()
-class Executor:
+class Executor(Uncopied):
     """See ``ModelExecutor``; ``LlmExecutor`` is the other face of the same object.
 
     ``identity``: of the runner's model. ``max_model_len``: most tokens of a row; None: the model's.
@@ -91,6 +92,8 @@ class Executor:
     listed by ``status``. ``drafting``: the drafts of a Speculative executor, which
     otherwise runs as ContinuousBatch; None: by lookup.
     """
+
+    _instead = "make another LLM where it is needed"
 
     def __init__(
         self,

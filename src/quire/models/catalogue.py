@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from quire.base.errors import InvalidArgument, NotFound
-from quire.base.progress import Bar
+from quire.base.progress import Bar, on_terminal
 from quire.weights.gguf_paths import is_gguf, part_files
 
 ALLOWED_FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer*")
@@ -194,7 +193,7 @@ def _download_bar() -> type[Any]:
         """A bar of a download."""
 
         def __init__(self, *args: Any, **given: Any) -> None:
-            super().__init__(*args, **{**given, "disable": bool(given.get("disable")) or not sys.stderr.isatty()})
+            super().__init__(*args, **{**given, "disable": bool(given.get("disable")) or not on_terminal()})
 
     return DownloadBar
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,7 +18,7 @@ import torch
 
 from quire.base.errors import CheckpointError, InvalidArgument, QuireError, ResourceExhausted, Unsupported
 from quire.base.host_memory import free_memory, size_words
-from quire.base.progress import Bar
+from quire.base.progress import Bar, on_terminal
 from quire.contracts.block_calls import LayerKernels
 from quire.contracts.layers import LayerSpec
 from quire.contracts.linear import BlockKernel
@@ -152,7 +151,7 @@ def load_model(
         _check_tied(checkpoint, family, whole)
         here = {name: place for name, place in places.items() if own is None or place.parameter in own}
         total = checkpoint.nbytes(one for name, place in here.items() for one in place.stored(name))
-        hidden = not (progress and sys.stderr.isatty())
+        hidden = not (progress and on_terminal())
         with Bar(total=total, unit="B", unit_scale=True, desc=f"loading {path.name}", disable=hidden) as bar:
             weights = LazyParameters(checkpoint, places, resolved, device, bar, own)
             model = family.build(config, weights, values)

@@ -6,7 +6,6 @@ They run once before the pool is made; the pool gets the remaining memory.
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -15,7 +14,7 @@ from typing import Protocol
 import torch
 
 from quire.base.errors import ResourceExhausted
-from quire.base.progress import Bar
+from quire.base.progress import Bar, on_terminal
 from quire.base.sampling_params import SamplingParams
 from quire.base.types import Add, Chunk, Step
 from quire.kernels.draw.triton_penalties import fastest_penalties
@@ -134,7 +133,7 @@ def captured_bytes(memory: DeviceMemory, capture: Callable[[int], bool], sizes: 
 def capture_usual(memory: DeviceMemory, capture: Callable[[int], bool], sizes: Sequence[int], progress: bool) -> None:
     """Capture decodes of these sizes, given the largest first, until one fails. ``progress`` shows
     a bar if stderr is a terminal."""
-    hidden, done = not (progress and sys.stderr.isatty()), 0
+    hidden, done = not (progress and on_terminal()), 0
 
     def run() -> None:
         nonlocal done

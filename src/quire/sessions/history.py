@@ -8,12 +8,12 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import sys
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from quire.adapters.keys import read_key
 from quire.base.errors import QuireError, StoreDamaged
+from quire.base.progress import on_terminal
 from quire.base.signatures import require_bool
 from quire.contracts.store import KEY_BYTES, Blob, ObjectKey
 from quire.kv.sequencefile import check_model
@@ -111,7 +111,7 @@ def copy(
     """Copy a branch and its history to another store ("push"), or from it ("pull")."""
     require_bool("force", force)
     checked_branch(name)
-    show = sys.stderr.isatty() if use_tqdm is None else use_tqdm
+    show = on_terminal() if use_tqdm is None else use_tqdm
     other = durable_tier(url)
 
     async def run(history: History) -> Transferred:

@@ -24,7 +24,7 @@ from quire.contracts.executor import ExecutorInputs
 from quire.contracts.layers import LayerSpec
 from quire.engine.engine import Engine
 from quire.engine.progress_bars import run_shown
-from quire.engine.prompts import Prompt, Text, is_segmented, read_prompt
+from quire.engine.prompts import Prompt, Text, is_segmented, read_prompt, unwrapped
 from quire.engine.request import Request
 from quire.engine.segmented_prompts import read_segments
 from quire.models.fingerprint import ModelIdentity
@@ -119,6 +119,7 @@ class LiveSequence:
 
     def encode(self, text: Prompt, before: Ids) -> tuple[NDArray[np.int64], Media]:
         """Return the ids and embeddings of a text that follows the tokens ``before``."""
+        text = unwrapped(text)
         if isinstance(text, str):
             self.engine.checks_of(self.branch).text(text)
             return np.array(self.require_tokenizer("text").encode_after(before, text), dtype=np.int64), NO_MEDIA

@@ -30,6 +30,7 @@ from quire.engine.prompts import (
     is_segmented,
     naming_prompt,
     read_prompt,
+    unwrapped,
 )
 from quire.engine.request import Request
 from quire.engine.request_checks import RequestChecks
@@ -309,6 +310,7 @@ class RequestPreparation:
     def read(self, prompt: Prompt, checks: RequestChecks | None) -> tuple[NDArray[np.int64], Media, Pieces]:
         """Return a prompt's token ids, embeddings and pieces. ``checks`` refuse a text that is too
         long before it is tokenised; None: they do not."""
+        prompt = unwrapped(prompt)
         if isinstance(prompt, (Mapping, ExecutorInputs)):
             return *read_prompt(prompt, self.engine.runner.model.hidden_size), WHOLE
         if is_segmented(prompt):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 from quire.base.config import check_int
 from quire.base.errors import InvalidArgument
 from quire.base.interrupts import SHIELD
 from quire.base.outputs import BeamSearchOutput, RequestOutput, WarmedSegment
-from quire.base.progress import Bar
+from quire.base.progress import Bar, on_terminal
 from quire.blend.calibration import BlendCalibration, QualityLimits
 from quire.engine import beam
 from quire.engine.progress_bars import generation_bar
@@ -60,7 +59,7 @@ def search(
     use_tqdm: bool | None,
 ) -> list[BeamSearchOutput]:
     """Run searches to their ends; return their outputs."""
-    show = use_tqdm if use_tqdm is not None else (len(searches) > 1 and sys.stderr.isatty())
+    show = use_tqdm if use_tqdm is not None else (len(searches) > 1 and on_terminal())
     with Bar(total=len(searches), desc="Searching", unit="prompt", disable=not show) as bar:
 
         def advance() -> None:
@@ -86,7 +85,7 @@ def calibrate(
         raise InvalidArgument(field="limits", given=limits, allowed="QualityLimits or None")
     if texts is not None and (isinstance(texts, str) or not isinstance(texts, Sequence) or not texts):
         raise InvalidArgument(field="texts", given=texts, allowed="a list of texts, at least one, or None")
-    show = sys.stderr.isatty() if use_tqdm is None else use_tqdm
+    show = on_terminal() if use_tqdm is None else use_tqdm
     given = []
     for number, text in enumerate(texts or ()):
         with naming_prompt(number, len(texts or ())):

@@ -33,6 +33,7 @@ from quire.base.outputs import EditMode, EditReport, RequestOutput, Reuse
 from quire.base.sampling_params import SamplingParams
 from quire.base.segments import BlendParams
 from quire.base.signatures import require_bool
+from quire.base.uncopied import Uncopied
 from quire.contracts.token_views import AttentionView, ChancesView, ComparisonView, NormsView
 from quire.engine.engine import Engine
 from quire.engine.prompts import Prompt, Text
@@ -88,10 +89,12 @@ def kept(verb: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-class Session:
+class Session(Uncopied):
     """Made by ``LLM.session``. Every method raises ``FailedPrecondition`` once the session is
     closed, and while it is generating. A refused or failed call leaves the session as it was.
     Several threads may use sessions; what runs for one of them holds up no other."""
+
+    _instead = "fork() makes another, to_bytes() and save() keep it"
 
     def __init__(self, live: LiveSequence) -> None:
         """Register the session with the engine."""

@@ -10,6 +10,7 @@ from typing import NamedTuple, Self
 from quire.base.finalizers import unless_exiting
 from quire.base.interrupts import SHIELD, check
 from quire.base.outputs import Reuse, StreamDelta
+from quire.base.uncopied import Uncopied
 from quire.engine.engine import Engine
 from quire.engine.request import Request
 from quire.engine.request_outputs import reuse_of
@@ -28,10 +29,12 @@ class PreparedTurn(NamedTuple):
     is durable; None: it is not kept."""
 
 
-class SessionStream(Iterator[StreamDelta]):
+class SessionStream(Uncopied, Iterator[StreamDelta]):
     """The iterator of ``for delta in session.stream()``. It starts with its first delta. Leaving
     the loop early, ``close`` and an interrupt cancel it; what was generated stays in the
     session."""
+
+    _instead = "read it where it was made"
 
     # No generator: the ``finally`` of an unreferenced one runs in the garbage collector, at any
     # time, and loses the exceptions of signals.

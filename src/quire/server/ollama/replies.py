@@ -13,6 +13,7 @@ from typing import Any
 
 from starlette.types import Send
 
+from quire.base.outputs import RequestOutput
 from quire.server.http.errors import ollama_body
 from quire.server.http.events import Chunk, Chunks, EventStream, encode_json, noted
 from quire.server.openai.chat import ChatReply
@@ -31,31 +32,18 @@ class LineStream(EventStream):
         await send({"type": "http.response.body", "body": encode_json(chunk) + b"\n", "more_body": True})
 
 
-class Clock:
-    """The times that ollama reports, in nanoseconds."""
-
-    def __init__(self) -> None:
-        self._began = time.monotonic_ns()
-        self._first: int | None = None
-
-    def tick(self) -> None:
-        """Note the first token."""
-        if self._first is None:
-            self._first = time.monotonic_ns()
-
-    def times(self, usage: Usage) -> dict[str, int]:
-        """Return durations and counts."""
-        now = time.monotonic_ns()
-        # An answer that is not streamed comes at once, so all of its time counts as writing.
-        first = self._first or self._began
-        return {
-            "total_duration": now - self._began,
-            "load_duration": 0,
-            "prompt_eval_count": usage.tokens["prompt"],
-            "prompt_eval_duration": first - self._began,
-            "eval_count": usage.tokens["completion"],
-            "eval_duration": now - first,
-        }
+def times_of(output: RequestOutput, usage: Usage, began: float) -> dict[str, int]:
+    """Return the counts, and the durations in nanoseconds, of an answer asked for at ``began``."""
+    now = time.monotonic()
+    first = max(began, output.metrics.first_token_time or now)
+    return {
+        "total_duration": int(1e9 * (now - began)),
+        "load_duration": 0,
+        "prompt_eval_count": usage.tokens["prompt"],
+        "prompt_eval_duration": int(1e9 * (first - began)),
+        "eval_count": usage.tokens["completion"],
+        "eval_duration": int(1e9 * (now - first)),
+    }
 
 
 def moment() -> str:
@@ -74,10 +62,6 @@ class OllamaChat(ChatReply):
     stream_class = LineStream
     plain = False
     """Whether it is a text."""
-
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        self._clock = Clock()
 
     def said(self, content: str, thinking: str = "", calls: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
         """Return the fields with a piece of the answer."""
@@ -104,7 +88,6 @@ class OllamaChat(ChatReply):
                         content = choice["delta"].get("content") or ""
                         thinking = choice["delta"].get("reasoning_content") or ""
                         if content or thinking:
-                            self._clock.tick()
                             begun = True
                             yield self._line(self.said(content, thinking))
             if calls := _calls(message_of(self._said)):
@@ -121,7 +104,7 @@ class OllamaChat(ChatReply):
 
     def _done(self, choice: Mapping[str, Any]) -> dict[str, Any]:
         reason = "length" if choice.get("finish_reason") == "length" else "stop"
-        return {"done": True, "done_reason": reason, **self._clock.times(self.usage)}
+        return {"done": True, "done_reason": reason, **times_of(self.outputs[0], self.usage, self._began)}
 
 
 class OllamaText(OllamaChat):
@@ -135,10 +118,6 @@ class OllamaRaw(CompletionReply):
 
     stream_class = LineStream
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        self._clock = Clock()
-
     def body_of(self, choices: Sequence[Mapping[str, Any]]) -> Chunk:
         return {**self._line(choices[0]["text"]), **self._done(choices[0])}
 
@@ -149,7 +128,6 @@ class OllamaRaw(CompletionReply):
                 for choice in chunk["choices"]:
                     last = choice
                     if choice["text"]:
-                        self._clock.tick()
                         yield self._line(choice["text"])
         yield {**self._line(""), **self._done(last)}
 
@@ -158,7 +136,7 @@ class OllamaRaw(CompletionReply):
 
     def _done(self, choice: Mapping[str, Any]) -> dict[str, Any]:
         reason = "length" if choice.get("finish_reason") == "length" else "stop"
-        return {"done": True, "done_reason": reason, **self._clock.times(self.usage)}
+        return {"done": True, "done_reason": reason, **times_of(self.outputs[0], self.usage, self._began)}
 
 
 def _calls(message: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ from quire.server.http.errors import ApiError, bad_field, naming
 from quire.server.http.events import STREAMED
 from quire.server.openai.blend_fields import EncodedPrompt, blend_of
 from quire.server.openai.cache_marks import CacheMark, MarkedHints, Messages, pin_all, without_marks
-from quire.server.openai.conversations import Conversation, check_variables, thinking_variables
+from quire.server.openai.conversations import Conversation, check_variables, request_variables
 from quire.server.openai.generation import (
     asked_by,
     chat_defaults,
@@ -158,10 +158,7 @@ def _inputs(asked: _Asked) -> tuple[TemplateInputs, str]:
     """Return the template's variables beside the messages of a session, and the template."""
     body, tools = asked.body, asked.tools
     template = select_template(asked.tokenizer.chat_templates, with_tools=tools.given is not None)
-    variables = {**(body.chat_template_kwargs or {}), **thinking_variables(body, template)}
-    if body.documents is not None:
-        variables["documents"] = body.documents
-    return TemplateInputs(tools=tools.shown, variables=variables), template
+    return TemplateInputs(tools=tools.shown, variables=request_variables(body, template)), template
 
 
 def _begun(tokenizer: Tokenizer, template: str, inputs: TemplateInputs) -> str:

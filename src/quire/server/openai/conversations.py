@@ -67,10 +67,7 @@ class Conversation:
     ) -> Conversation:
         """Return the conversation of a body. Raise ``ApiError`` 400 for fields that a template does
         not read."""
-        variables: dict[str, Any] = {**tokenizer.special_tokens, **(body.chat_template_kwargs or {})}
-        variables |= thinking_variables(body, template)
-        if body.documents is not None:
-            variables["documents"] = body.documents
+        variables = {**tokenizer.special_tokens, **request_variables(body, template)}
         texts = SpelledTokens(tokenizer, template, body.messages, tools, variables)
         messages, begun = list(body.messages), None
         if body.continue_final_message:
@@ -145,6 +142,18 @@ def check_variables(given: Mapping[str, Any] | None) -> None:
 
 
 # -- reasoning -------------------------------------------------------------------------------------
+
+
+def request_variables(body: ChatRequest, template: str) -> dict[str, Any]:
+    """Return all variables that a body gives a template. Raise ``ApiError`` 400 for fields of its
+    own that a template does not read."""
+    found = {**(body.chat_template_kwargs or {}), **thinking_variables(body, template)}
+    if body.documents is not None:
+        with naming({}, "messages"):
+            if body.documents and "documents" not in variables_of(template):
+                raise _unread("documents", "this model's chat template reads no documents; put them into a message")
+        found["documents"] = body.documents
+    return found
 
 
 def thinking_variables(body: ChatRequest, template: str) -> dict[str, Any]:
