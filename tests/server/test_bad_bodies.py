@@ -29,6 +29,7 @@ BOTH: list[tuple[dict[str, Any], str]] = [
     ({"top_k": 1.5}, "top_k"),
     ({"min_p": 2}, "min_p"),
     ({"n": 0}, "n"),
+    ({"n": 16_385}, "n"),
     ({"n": True}, "n"),
     ({"n": 10**9}, "n"),
     ({"seed": 2**70}, "seed"),

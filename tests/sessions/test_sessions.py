@@ -170,6 +170,9 @@ def test_fork(llm: LLM, checkpoint: Checkpoint) -> None:
     many = session.fork(n=3)
     assert [child.tokens for child in many] == [session.tokens] * 3
     assert isinstance(session.fork(n=1), list)
+    for n in (0, 16_385):
+        with pytest.raises(InvalidArgument, match=r"n must be an integer in \[1, 16384\]"):
+            session.fork(n=n)
     check(llm)
 
 

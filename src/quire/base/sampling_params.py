@@ -49,6 +49,9 @@ _MARKS = ("reasoning_end", "reasoning_begin")
 MAX_MARK = 256
 """Most characters of a mark around reasoning."""
 
+MOST_SAMPLES = 16_384
+"""Most samples of a prompt, and forks of a session in one call."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputs:
@@ -201,7 +204,7 @@ class SamplingParams:
     Raises ``InvalidArgument`` (a ``ValueError``) that names the field, the value and the range.
     """
 
-    n: int = declared(1, integer(1), "Samples per prompt; sample i draws from the generator of (seed, i).")
+    n: int = declared(1, integer(1, MOST_SAMPLES), "Samples per prompt; sample i draws from the generator of (seed, i).")
     temperature: float = declared(
         1.0, number(0.0), "Divides the logits; 0 takes the most likely token, higher is more random.", on=_ALL
     )

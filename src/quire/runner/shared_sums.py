@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from quire.base.errors import RanksBroken
+from quire.base.finalizers import unless_exiting
 from quire.kernels.native_library import NativeLibrary
 from quire.kernels.waiting import LINE, Counters
 
@@ -53,6 +54,7 @@ class SharedSums:
         # The kernel releases it when this rank ends, however it does.
         fcntl.fcntl(file, fcntl.F_OFD_SETLK, self._lock_of(rank, fcntl.F_WRLCK))
 
+    @unless_exiting
     def __del__(self) -> None:
         os.close(self._file)
 

@@ -30,7 +30,7 @@ from quire.base.finalizers import unless_exiting
 from quire.base.hints import MOST_PRIORITY, NO_HINTS, CacheHints, PinAccount, checked_hints
 from quire.base.interrupts import uninterrupted
 from quire.base.outputs import EditMode, EditReport, RequestOutput, Reuse
-from quire.base.sampling_params import SamplingParams
+from quire.base.sampling_params import MOST_SAMPLES, SamplingParams
 from quire.base.segments import BlendParams
 from quire.base.signatures import require_bool
 from quire.base.uncopied import Uncopied
@@ -418,8 +418,8 @@ class Session(Uncopied):
         with self._engine.lock:
             self._live.require_idle("fork")
             length = self._live.position("at", at) if at is not None else len(self)
-            if n is not None and (not is_integer(n) or n < 1):
-                raise InvalidArgument(field="n", given=n, allowed="an integer of at least 1")
+            if n is not None and (not is_integer(n) or not 1 <= n <= MOST_SAMPLES):
+                raise InvalidArgument(field="n", given=n, allowed=f"an integer in [1, {MOST_SAMPLES}]")
             children = [self._child(length) for _ in range(1 if n is None else n)]
             return children[0] if n is None else children
 
