@@ -21,6 +21,11 @@ from hypothesis.internal.conjecture import providers
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# OpenMP reads this when torch is loaded, here and in processes that tests start. Threads of tests
+# that ask for several would spin while they wait, on processors that other tests need: 30 % of the
+# processor time of tests/kernels.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 # The same examples in every run, 40 unless a test says otherwise, so that a change is red or green
 # for everybody. How long one takes says how busy the machine is.
 settings.register_profile("ci", derandomize=True, deadline=None, max_examples=40)

@@ -5,6 +5,7 @@ look into them.
 from __future__ import annotations
 
 import ast
+import gc
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -26,9 +27,11 @@ def tree_of(path: Path) -> ast.Module:
 
 @pytest.fixture(scope="module", autouse=True)
 def forget_sources() -> Iterator[None]:
-    """Let the trees go with the module: they are half a million objects, which each garbage
-    collection would visit.
+    """Let the trees go with the module, and collect no garbage while they are there: they are a
+    million objects, which each collection would visit. That took longer than to parse the files.
     """
+    gc.disable()
     yield
     text_of.cache_clear()
     tree_of.cache_clear()
+    gc.enable()

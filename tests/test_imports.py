@@ -110,9 +110,11 @@ def imports(module: str) -> dict[str, bool]:
             found[name] = found.get(name, False) or loaded
         lazy = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
         typing_only = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-        for child in ast.iter_child_nodes(node):
-            skipped = typing_only and isinstance(node, ast.If) and child in node.body
-            visit(child, loaded and not lazy and not skipped)
+        # Imports are statements, which stand in no expression.
+        for block in ("body", "orelse", "finalbody", "handlers", "cases"):
+            skipped = typing_only and block == "body"
+            for child in getattr(node, block, ()):
+                visit(child, loaded and not lazy and not skipped)
 
     visit(tree_of(MODULES[module]), True)
     return found

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 from tests.conftest import TURNS
+from tests.sources import forget_sources, text_of  # noqa: F401
 
 TESTS = Path(__file__).parent
 FILES = sorted(TESTS.rglob("*.py"))
@@ -65,7 +66,7 @@ def faults(text: str) -> Iterator[str]:
 
 
 def test_rules_are_kept() -> None:
-    found = {path.relative_to(TESTS).as_posix(): list(faults(path.read_text(encoding="utf-8"))) for path in FILES}
+    found = {path.relative_to(TESTS).as_posix(): list(faults(text_of(path))) for path in FILES}
     assert {name: lines for name, lines in found.items() if lines} == {}
 
 

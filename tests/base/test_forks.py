@@ -16,7 +16,7 @@ from quire import Unsupported
 from quire.build import resolve_device
 
 PROGRAM = """
-import asyncio, multiprocessing, os, sys, threading
+import asyncio, multiprocessing, os, sys, threading, time
 import torch
 from quire import LLM, AsyncLLM, QuireError, SamplingParams
 from quire.build import EXECUTOR_FACTORY
@@ -55,6 +55,8 @@ store = llm.engine.stored.store
 own = EXECUTOR_FACTORY.create_executor(ExecutorConfig(model_info="tiny-python", device="cpu", dtype="float32", max_sequence_length=64))
 async_llm = AsyncLLM("tiny-python", **given)
 loop = asyncio.new_event_loop()
+execute = async_llm.engine.runner.execute
+async_llm.engine.runner.execute = lambda step: time.sleep(0.02) or execute(step)  # the children need the processor
 running = async_llm.stream([7] * 20, SamplingParams(max_tokens=2000, ignore_eos=True))
 loop.run_until_complete(anext(running))  # its engine steps at every fork
 

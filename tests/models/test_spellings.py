@@ -15,11 +15,10 @@ from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING
 
 from quire import LLM
-from quire.base.errors import QuireError, Unsupported
+from quire.base.errors import Unsupported
 from quire.models.families import FAMILIES, MODEL_TYPES, family_of
 from quire.models.fingerprint import model_fingerprint
 from quire.models.loading import load_model
-from quire.models.model_types import type_states
 from quire.models.sources import open_weights, read_config
 from quire.models.spellings import ARCHITECTURES, TYPES, usual_values
 from quire.models.text_parts import IMAGE_TEXT, TEXT_TYPES
@@ -258,23 +257,3 @@ def test_kimi_is_deepseek() -> None:
     images = {"architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25"}
     found = usual_values({**images, "text_config": {**values, "model_type": "kimi_k2"}})
     assert family_of(found).read_config(found) == wanted
-
-
-WITHOUT_SIZES = {"deepseek_v2": "num_experts_per_tok is None", "lfm2_moe": "layer_types is None"}
-"""Types whose configuration in transformers has no default of a field that a model needs."""
-
-
-def test_rows_of_the_table_are_read_as_transformers_writes_them(tmp_path: Path) -> None:
-    """Each ``model_type`` that the table calls native, or a text part, with its defaults."""
-    rows = [row for row in type_states() if not row.state.startswith(("refused", "fallback"))]
-    assert len(rows) > 70
-    for row in rows:
-        config = CONFIG_MAPPING[row.model_type]()
-        config.architectures = [row.architecture]
-        config.save_pretrained(tmp_path)
-        values = usual_values(json.loads((tmp_path / "config.json").read_text()))
-        if row.model_type in WITHOUT_SIZES:
-            with pytest.raises(QuireError, match=WITHOUT_SIZES[row.model_type]):
-                family_of(values).read_config(values)
-        else:
-            assert family_of(values).read_config(values).num_layers
