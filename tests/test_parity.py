@@ -313,6 +313,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5": ("Qwen3_5", DELTA),
 }
 """A name, the family's in transformers, and what differs from ``SIZES``."""
+ONE_ROPE = {
+    kind: {"rope_parameters": {**rope, **{f"short_{one[5:]}": rope[one] for one in rope if one.startswith("long_")}}}
+    for kind, (_, changes) in FAMILIES.items()
+    if "long_factor" in (rope := changes.get("rope_parameters", {}))
+}
+"""Fields with which transformers' frequencies stay as a sequence grows beyond the short factors, as
+those of an LLM do: for runs of any length."""
 
 
 PAGE_SIZES = [1, 5, 16]

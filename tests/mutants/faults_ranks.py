@@ -21,6 +21,13 @@ MUTANTS = (
         tests=("ranks/test_division.py::test_experts_are_divided[phimoe]",),
     ),
     Mutant(
+        name="ranks-with-other-frequencies",
+        file="rank_process.py",
+        old="max_model_len=config.max_model_len",
+        new="max_model_len=None",
+        tests=(f"{SLICES}::test_all_ranks_take_the_factors_of_the_longest_sequence",),
+    ),
+    Mutant(
         name="ranks-add-a-bias-each",
         file="weights/places.py",
         old="return weights if self.share.rank == 0 else torch.zeros_like(weights)",

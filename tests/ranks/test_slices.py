@@ -71,6 +71,17 @@ def test_logits_of_mixers(tmp_path: Path, name: str) -> None:
     assert float((found - exact).abs().max()) <= Float32Bound(tiny.model, torch.tensor(gemma.TOKENS), exact)
 
 
+@pytest.mark.parametrize("layout", [(2, 1), (1, 2)])
+def test_all_ranks_take_the_factors_of_the_longest_sequence(tmp_path: Path, layout: tuple[int, int]) -> None:
+    """The short ones, as transformers does in runs of this length."""
+    family, (slices, stages) = make_family("phimoe", tmp_path), layout
+    exact = run_exactly(family.model, torch.tensor(gemma.TOKENS))
+    options = {"max_model_len": 128, "tensor_parallel_size": slices, "pipeline_parallel_size": stages}
+    with gemma.opened(family.path, **options) as llm:
+        found = gemma.run(llm, gemma.TOKENS[:3], gemma.TOKENS[3:17], gemma.TOKENS[17:])
+    assert float((found - exact).abs().max()) <= Float32Bound(family.model, torch.tensor(gemma.TOKENS), exact)
+
+
 @pytest.mark.turns(2)
 def test_conversations(make_llm: MakeLLM, family: Checkpoint, tmp_path: Path) -> None:
     run(in_slices(make_llm), family, 5, 16, tmp_path, **families.sizes(family, in_slices(make_llm)))

@@ -17,7 +17,7 @@ import torch
 import transformers
 from tests.branches.test_stored_state import check_store, force, squeeze
 from tests.small_llms import CONTEXT, VOCAB, Checkpoint, MakeLLM, check, engine_of
-from tests.test_parity import FAMILIES, SIZES, STATES
+from tests.test_parity import FAMILIES, ONE_ROPE, SIZES, STATES
 
 from quire.kv.recurrent import bytes_per_state
 
@@ -30,13 +30,7 @@ NOT_NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Through transformers' layers."""
 
-EVERY = {**FAMILIES, **NOT_NATIVE}
-# transformers changes these frequencies with the length of each call; here they have one set.
-for _name in ("phi3-longrope", "phimoe"):
-    _family, _own = EVERY[_name]
-    _rope = _own["rope_parameters"]
-    _short = {one.replace("long_", "short_"): value for one, value in _rope.items() if one.startswith("long_")}
-    EVERY[_name] = (_family, {**_own, "rope_parameters": {**_rope, **_short}})
+EVERY = NOT_NATIVE | {kind: (name, fields | ONE_ROPE.get(kind, {})) for kind, (name, fields) in FAMILIES.items()}
 
 
 QUICK = STATES | NOT_NATIVE.keys()
