@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from quire.speculation.controller import Controller, Pace, StepCosts, Trust
+from quire.speculation.controller import FEW_ROWS, Controller, Pace, StepCosts, Trust
 from quire.speculation.proposer import Draft
 
 
@@ -111,6 +111,34 @@ class TestCosts:
                 found.append((costs.seconds(2) - costs.seconds(1)) / costs.seconds(1))
         # A noise has a standard deviation of a third, and the line remembers some ten of them.
         assert sum(found) / len(found) == pytest.approx(9 / 84, rel=0.25)
+
+    def test_a_row_costs_what_a_prompts_row_does_until_that_is_known(self) -> None:
+        """A batch of 16 whose rows cost nearly as much as its tokens does not draft at first."""
+        for row, drafts in ((0.0025, 0), (0.0002, FEW_ROWS)):
+            chooser = Controller()
+            chooser.costs.measured_prompts(2048, 2048 * row)
+            for _ in range(5):
+                chooser.costs.measured(16, 0.044, 16)
+            assert sum(chooser.depths([chain(0.97, 2)] * 16, decodes=16, rows=16, most=200)) == drafts
+        chooser.costs.measured_prompts(20, 20 * 1.0)  # too few rows to tell
+        assert chooser.costs.seconds(17) == pytest.approx(0.0442, rel=0.01)
+
+    @pytest.mark.parametrize(("row", "drafts"), [(0.0028, 0), (0.0008, 64)])
+    def test_drafts_of_a_large_batch_follow_what_their_rows_cost(self, row: float, drafts: int) -> None:
+        """After a few steps of few drafts, whatever the rows of small batches cost. A prompt's rows
+        have no logits."""
+        chooser, chosen = Controller(), list[int]()
+        chooser.costs.measured_prompts(2048, 2048 * 0.65 * row)
+        for _ in range(60):
+            for rows in (4, 8, 12):
+                chooser.costs.measured(rows, 0.018 + 0.0015 * rows, 4)
+        for _ in range(30):
+            found = sum(chooser.depths([chain(0.97, 4)] * 16, decodes=16, rows=16, most=200))
+            chooser.costs.measured(16 + found, 0.045 + row * found, 16)
+            chosen.append(found)
+        assert max(chosen[:4]) <= FEW_ROWS
+        assert chosen[-1] == drafts
+        assert sum(chosen[:10]) <= 10 * drafts + 5 * FEW_ROWS
 
     def test_a_hiccup_ends_nothing(self) -> None:
         chooser = controller(0.03)

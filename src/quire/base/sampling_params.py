@@ -204,7 +204,9 @@ class SamplingParams:
     Raises ``InvalidArgument`` (a ``ValueError``) that names the field, the value and the range.
     """
 
-    n: int = declared(1, integer(1, MOST_SAMPLES), "Samples per prompt; sample i draws from the generator of (seed, i).")
+    n: int = declared(
+        1, integer(1, MOST_SAMPLES), "Samples per prompt; sample i draws from the generator of (seed, i)."
+    )
     temperature: float = declared(
         1.0, number(0.0), "Divides the logits; 0 takes the most likely token, higher is more random.", on=_ALL
     )

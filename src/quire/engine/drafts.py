@@ -283,7 +283,7 @@ class Drafts:
     def ran(self, rows: int, decodes: int, seconds: float) -> None:
         """Note the duration of a step of decodes and their drafts."""
         if rows and decodes:
-            self.controller.costs.measured(rows, seconds)
+            self.controller.costs.measured(rows, seconds, decodes)
 
     def may_run_ahead(self) -> bool:
         """Return whether another step may be queued before the tokens of the last one are known.

@@ -395,11 +395,12 @@ class EngineSteps:
         self.branches.tier.ran(step.num_tokens, len(step.chunks), seconds, waited=ended)
         self.timeline.stepped(flight.mark, step.num_tokens, self.metrics.generation_tokens.value)
         if self.drafts is not None and self.in_flight.last is None:
-            # The costs of rows are those of steps without prompts.
             decodes = len(step.chunks) if len(drawing.ready) == len(step.chunks) else 0
-            rows = decodes + sum(map(len, scheduled.drafts))
+            rows, seconds = decodes + sum(map(len, scheduled.drafts)), now - flight.launched
             if rows == step.num_tokens:
-                self.drafts.ran(rows, decodes, time.monotonic() - flight.launched)
+                self.drafts.ran(rows, decodes, seconds)
+            else:
+                self.drafts.controller.costs.measured_prompts(step.num_tokens, seconds)
         if self.in_flight.last is not None:
             self._count_ahead(self.in_flight.last, {drawing.ready[row] for row in drawing.redrawn})
         return flight.changed + drawing.ready

@@ -14,16 +14,28 @@ from dataclasses import dataclass, field
 
 GAIN = 1.03
 """Drafts are taken if they promise so many times the tokens per second of none."""
+BATCH_GAIN = 0.1
+"""What a large batch must gain besides; one of n requests, 1 - 1 / n of it. Requests with right
+drafts end early, and the others go on in smaller batches, whose tokens cost more."""
 SURE = 0.9
 """In a large batch drafts are taken that are accepted with at least this probability; in one of n
 requests, 1 - 1 / n of it. The requests of a batch wait for the last one: most of what a draft saves
 of a step is saved only if the others have accepted drafts too."""
 FIRST_SLOPE = 0.04
-"""What a further row costs of a step of one row, until that is known."""
+"""What a further row costs of a step of one row, until that or a prompt's row is known."""
+PROMPT_ROWS = 64
+"""Rows of a step with prompts from which on the step tells what a row costs."""
+FEW_ROWS = 8
+"""Rows of a step beyond which a further one may cost more than the line says: fewer wait for
+weights, more for arithmetic, as a prompt's rows do."""
+WIDE_MEMORY = 0.5
+"""The weight of earlier steps in what such a row costs, each time that one is measured."""
+WIDE_TRIALS = 4
+"""Such steps that have few drafts, as the cost of a row is not known well."""
 COST_MEMORY = 0.98
 """The weight of earlier steps in the line, each time that one is measured."""
 SLOPE_BEFORE = 4.0
-"""The weight of ``FIRST_SLOPE`` in it: a sum of squares, of rows about their mean."""
+"""The weight of the first slope in it: a sum of squares, of rows about their mean."""
 TRIAL = 5
 """Steps for which drafting or not is tried. The first one, which prepares, is not measured."""
 PAUSE = 32
@@ -52,6 +64,12 @@ class StepCosts:
     def __init__(self) -> None:
         self._weight = self._rows = self._seconds = self._squares = self._products = 0.0
         """Weighted sums over the steps: of 1, rows, seconds, squares of rows, and products."""
+        self._prompt_row = 0.0
+        """Seconds of a row of prompts; 0: not known."""
+        self._wide_row = 0.0
+        """Seconds of a draft's row in steps of more than ``FEW_ROWS`` decodes; 0: not known."""
+        self.wide_steps = 0
+        """Number of such steps that were measured."""
 
     def seconds(self, rows: int) -> float:
         """Return the estimate for a step of ``rows`` rows. It is monotone in ``rows``."""
@@ -59,17 +77,34 @@ class StepCosts:
             return 1.0 + FIRST_SLOPE * (rows - 1)
         mean, seconds = self._rows / self._weight, self._seconds / self._weight
         spread = max(0.0, self._squares - self._rows * mean)
-        guess = FIRST_SLOPE * seconds / (1 + FIRST_SLOPE * (mean - 1))
+        guess = self._prompt_row or FIRST_SLOPE * seconds / (1 + FIRST_SLOPE * (mean - 1))
         slope = (self._products - self._rows * seconds + SLOPE_BEFORE * guess) / (spread + SLOPE_BEFORE)
         # No rows take no time at least.
         slope = min(max(slope, 0.0), seconds / mean)
-        return seconds + slope * (rows - mean)
+        dearer = max(0.0, (self._wide_row or self._prompt_row) - slope)
+        return seconds + slope * (rows - mean) + dearer * (max(rows, FEW_ROWS) - max(mean, FEW_ROWS))
 
-    def measured(self, rows: int, seconds: float) -> None:
-        """Record the ``seconds`` of a step of ``rows`` rows."""
+    def measured_prompts(self, rows: int, seconds: float) -> None:
+        """Record the ``seconds`` of a step of prompts. A row of a large batch costs as much at
+        least: both are bound by arithmetic."""
+        if rows >= PROMPT_ROWS:
+            found = seconds / rows
+            # Rows of long prompts see more tokens, and cost more.
+            weight = OLD if found > self._prompt_row > 0 else 0.0
+            self._prompt_row = weight * self._prompt_row + (1 - weight) * found
+
+    def measured(self, rows: int, seconds: float, decodes: int = 0) -> None:
+        """Record the ``seconds`` of a step of ``rows`` rows. Drafts beside more than ``FEW_ROWS``
+        ``decodes`` have a cost of their own, and the line one of steps without them."""
         if self._weight:
             expected = self.seconds(rows)
             seconds = min(max(seconds, expected / OUTLIER), expected * OUTLIER)
+            if FEW_ROWS < decodes < rows:
+                found = max(0.0, seconds - self.seconds(decodes)) / (rows - decodes)
+                before = self._wide_row or self._prompt_row or found
+                self._wide_row = WIDE_MEMORY * before + (1 - WIDE_MEMORY) * found
+                self.wide_steps += 1
+                return
         self._weight = COST_MEMORY * self._weight + 1
         self._rows = COST_MEMORY * self._rows + rows
         self._seconds = COST_MEMORY * self._seconds + seconds
@@ -131,13 +166,15 @@ class Controller:
         one first (``Draft.best``). ``decodes``: requests of the step that draw a token anyway.
         ``rows``: its rows without drafts.
         """
+        if decodes > FEW_ROWS and self.costs.wide_steps < WIDE_TRIALS:
+            most = min(most, FEW_ROWS)
         least = SURE * (1 - 1 / max(1, decodes))
         found = [(one, request) for request, drafts in enumerate(promises) for one in drafts if one >= least]
         found.sort(key=lambda one: -one[0])
         depths, seconds = [0] * len(promises), self.costs.seconds
         tokens, without = float(decodes), seconds(rows)
         own = seconds(decodes)
-        best, best_count = GAIN * tokens / own, 0
+        best, best_count = (GAIN + BATCH_GAIN * (1 - 1 / max(1, decodes))) * tokens / own, 0
         for count, (through, _) in enumerate(found[:most], 1):
             tokens += through
             rate = tokens / (own + seconds(rows + count) - without)
