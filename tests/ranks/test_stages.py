@@ -195,7 +195,7 @@ def test_a_peer_that_is_known_to_be_gone(tmp_path: Path, monkeypatch: pytest.Mon
         send = recv
 
     monkeypatch.setattr(torch_group, "_group_of", lambda *_: Gone())
-    line = TorchLine(1, Grid(stages=3), torch.device("cpu"), tmp_path)
+    line = TorchLine(1, Grid(stages=3), torch.device("cpu"), tmp_path / "store")
     for call in (lambda: line.receive(1), lambda: line.fetch(1), lambda: line.send(torch.zeros(1, 2))):
         with pytest.raises(RanksBroken, match="load the model again"):
             call()
