@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from tests.server.conftest import OPTIONS, TEMPLATE, Served, serving, shallow_co
 from tests.server.killable import killable
 
 import quire_inspector
+from quire.base.types import Step
 from quire.server.http.settings import ServerSettings
 from quire.server.openai import chat, generation
 
@@ -841,6 +843,15 @@ def test_the_prompt_and_the_speed_are_told_while_they_run(
     visit: Visit, inspected: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(generation, "PROGRESS", 0.001)
+    runner = inspected.context.llm.engine.runner
+    execute = runner.execute
+
+    def slow(step: Step) -> Any:
+        """Run the prompt so slowly that the page can draw meanwhile."""
+        time.sleep(0.5 if step.num_tokens > 100 else 0.0)
+        return execute(step)
+
+    monkeypatch.setattr(runner, "execute", slow)
     settings = {"sampling": {"temperature": 0, "max_tokens": 1500, "ignore_eos": True}}
     seen = """() => { window.seen = new Set(); new MutationObserver(() => {
         for (const one of document.querySelectorAll(".reading, .why-speed:not([hidden])")) if (one.textContent) seen.add(one.textContent);
