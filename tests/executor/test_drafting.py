@@ -136,6 +136,18 @@ def test_drafts_change_no_token(tiny: Tiny, params: list[SamplingParams], right:
     check_pages(executor)
 
 
+def test_large_batches_measure_what_a_draft_costs(llama: Tiny) -> None:
+    """Until then they have few drafts."""
+    prompts = [[3 + row, 5, 7 + row] for row in range(12)]
+    params = [SamplingParams(temperature=0)] * len(prompts)
+    plain = sampled(make_executor(llama), params, prompts)
+    told = Told([ids + tokens for ids, tokens in zip(prompts, plain, strict=True)])
+    parts = drafting(told)
+    executor = make_executor(llama, executor_type=SPECULATIVE, drafting=parts)
+    assert sampled(executor, params, prompts) == plain
+    assert parts.controller.costs.wide_steps > 0
+
+
 @pytest.mark.parametrize("states", [64, 5])
 def test_recurrent_rows(hybrid: Hybrid, states: int) -> None:
     """``states``: slots for a tree of each row, and too few for that, so that chains run again."""

@@ -132,10 +132,17 @@ def of_all_ranks(path: Path, size: int, act: Callable[[TorchGroup, int], Any]) -
         return list(pool.map(run, range(size)))
 
 
-@pytest.fixture(params=["shared memory", "gloo"])
+@pytest.fixture(params=["shared memory", "no kernels", "no memory"])
 def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "gloo":
+    """How ranks add; without kernels, and where no memory can be shared, by gloo."""
+
+    def refuse(*_: object) -> int:
+        raise OSError("not permitted")
+
+    if request.param == "no kernels":
         monkeypatch.setattr(torch_group, "native_library", lambda: None)
+    if request.param == "no memory":
+        monkeypatch.setattr(os, "memfd_create", refuse)
     name: str = request.param
     return name
 

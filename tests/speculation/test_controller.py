@@ -16,7 +16,7 @@ def controller(slope: float, widths: Iterable[int] = range(1, 40)) -> Controller
     found = Controller()
     for _ in range(5):
         for rows in widths:
-            found.costs.measured(rows, 1 + slope * (rows - 1))
+            found.costs.measured(rows, 1 + slope * (rows - 1), 1)
     return found
 
 
@@ -82,7 +82,9 @@ class TestCosts:
         rng = random.Random(1)
         costs = StepCosts()
         for _ in range(300):
-            costs.measured(rng.choice([1, 2, 3, 5, 8, 17, 33]), rng.uniform(0.5, 3))
+            costs.measured(rng.choice([1, 2, 3, 5, 8, 17, 33]), rng.uniform(0.5, 3), 1)
+            costs.measured(rng.randint(16, 60), rng.uniform(0.5, 30), rng.randint(1, 15))
+            costs.measured_prompts(64, rng.uniform(0.5, 300))
             found = [costs.seconds(rows) for rows in range(1, 60)]
             assert found == sorted(found)
             assert found[0] > 0
@@ -90,8 +92,8 @@ class TestCosts:
     def test_follow_what_is_measured(self) -> None:
         costs = StepCosts()
         for _ in range(60):
-            costs.measured(1, 0.1)
-            costs.measured(9, 0.2)
+            costs.measured(1, 0.1, 1)
+            costs.measured(9, 0.2, 1)
         # An estimate forgets the first guess by a fifth with each measurement.
         assert costs.seconds(1) == pytest.approx(0.1, rel=0.1)
         # As above.
@@ -106,7 +108,7 @@ class TestCosts:
         for step in range(600):
             noise = rng.uniform(1, 4) if step % 5 == 0 else noise
             rows = rng.choice([1, 1, 1, 5, 17, 33])
-            costs.measured(rows, noise * (75 + 9 * rows))
+            costs.measured(rows, noise * (75 + 9 * rows), 1)
             if step > 100:
                 found.append((costs.seconds(2) - costs.seconds(1)) / costs.seconds(1))
         # A noise has a standard deviation of a third, and the line remembers some ten of them.
@@ -142,17 +144,17 @@ class TestCosts:
 
     def test_a_hiccup_ends_nothing(self) -> None:
         chooser = controller(0.03)
-        chooser.costs.measured(5, 1000.0)
+        chooser.costs.measured(5, 1000.0, 1)
         assert chooser.depths([chain(0.95, 16)], decodes=1, rows=1, most=64) == [16]
 
     def test_a_width_that_was_dear_is_tried_again(self) -> None:
         chooser = Controller()
         for _ in range(30):
-            chooser.costs.measured(1, 1.0)
-            chooser.costs.measured(9, 30.0)
+            chooser.costs.measured(1, 1.0, 1)
+            chooser.costs.measured(9, 30.0, 1)
         assert chooser.depths([chain(0.9, 8)], decodes=1, rows=1, most=64) == [0]
         for _ in range(2000):
-            chooser.costs.measured(1, 1.0)
+            chooser.costs.measured(1, 1.0, 1)
         assert chooser.depths([chain(0.9, 8)], decodes=1, rows=1, most=64) != [0]
 
 

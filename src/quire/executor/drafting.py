@@ -209,7 +209,7 @@ def _round(
     watch = Stopwatch(cache.pool.facts.device)
     verify_drafts(cache.pool, partial(make, rows), ids, accept, operation)
     seconds = watch.seconds()
-    drafting.controller.costs.measured(sum(map(len, ids)), seconds)
+    drafting.controller.costs.measured(sum(map(len, ids)), seconds, len(ids))
     for row, draft, found in zip(rows, drafts, new, strict=True):
         drawn[row] += found
         drafting.record_accepted(cache, row, draft, len(found) - 1)

@@ -340,7 +340,7 @@ class Executor(Uncopied):
         accepted = sum(output.acceptance_count for output in outputs)
         self.operation_metrics.record_decode(len(items), seconds, len(items) + accepted)
         if self.drafting is not None:
-            self.drafting.controller.costs.measured(sum(len(call.drafts) + 1 for call in calls), seconds)
+            self.drafting.controller.costs.measured(sum(len(call.drafts) + 1 for call in calls), seconds, len(calls))
             for item, draft, output in zip(items, drafts, outputs, strict=True):
                 if certain and item.cache is not None:
                     self.drafting.record_accepted(item.cache, 0, draft, output.acceptance_count)

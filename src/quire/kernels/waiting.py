@@ -23,7 +23,8 @@ class Counters:
         self._await = library.function("quire_await", c_void_p, c_int64, c_uint64, c_int64, result=c_int)
 
     def count(self, own: int, number: int) -> None:
-        """Set one's own counter. Whoever sees that sees what was written before."""
+        """Set counter ``own`` to ``number``. A process that reads the number also sees all earlier
+        writes of this one."""
         self._count(self._memory.data_ptr(), own, number)
 
     def wait(self, number: int, seconds: float) -> bool:

@@ -347,7 +347,7 @@ class LocalRunner:
             rehearsal.mass_T.copy_(line.sum(rehearsal.mass_T))
 
     def _received(self, blended: BlendedForward | None, count: int, pass_: OpenPass, step: Step) -> Tensor:
-        """Return the rows that the stage before gives: those that still run."""
+        """Receive the previous stage's rows ``[A, E]``, of a blended forward the alive ones."""
         assert self.line is not None
         if blended is not None and self._has_selected(blended.check_layer):
             scores_C = self.line.receive_scores(blended.num_scored) if blended.num_scored else torch.empty(0)

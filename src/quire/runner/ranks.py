@@ -250,7 +250,7 @@ def _side_by_side(stages: Sequence[Sequence[Sequence[Tensor]]]) -> tuple[tuple[T
 
 
 def seen_of(output: StepOutput) -> Seen:
-    """Return what a rank has seen in a step."""
+    """Return the tensors and masks of a rank's output, which rank 0 joins with the others'."""
     return Seen(output.attention_weights, output.observed, output.hidden_states, output.features, output.left_out)
 
 

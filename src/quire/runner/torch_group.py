@@ -6,6 +6,7 @@ Letters: T tokens, W columns from stage to stage, R rows, O output features, V v
 from __future__ import annotations
 
 import os
+import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -53,15 +54,19 @@ class TorchGroup:
         store = FileStore(str(meeting), share.size)
         self._group = _group_of(share.rank, share.size, device, store)
         self._shared: SharedSums | None = None  # The ranks agree by a sum.
-        self._shared = self._shared_sums(store) if device.type == "cpu" else None
+        if device.type == "cpu" and sys.platform == "linux":
+            self._shared = self._shared_sums(store)
 
     def _shared_sums(self, store: FileStore) -> SharedSums | None:
         """Share memory with the other ranks; None unless all of them can."""
         library, made, found = native_library(), None, None
         if self.rank == 0:
-            made = os.memfd_create("quire-ranks", os.MFD_CLOEXEC)
-            os.ftruncate(made, memory_bytes(self.size))
-            # It has no name, so nothing of it is left however the ranks end.
+            try:
+                made = os.memfd_create("quire-ranks", os.MFD_CLOEXEC)
+                os.ftruncate(made, memory_bytes(self.size))
+            except OSError:
+                pass  # The others find no file of that name.
+            # The memory has no name, so nothing of it is left however the ranks end.
             store.set("memory", f"/proc/{os.getpid()}/fd/{made}")
         try:
             if library is not None:

@@ -31,7 +31,7 @@ weights, more for arithmetic, as a prompt's rows do."""
 WIDE_MEMORY = 0.5
 """The weight of earlier steps in what such a row costs, each time that one is measured."""
 WIDE_TRIALS = 4
-"""Such steps that have few drafts, as the cost of a row is not known well."""
+"""Number of steps of large batches that have few drafts, to measure the cost of a row."""
 COST_MEMORY = 0.98
 """The weight of earlier steps in the line, each time that one is measured."""
 SLOPE_BEFORE = 4.0
@@ -82,6 +82,8 @@ class StepCosts:
         # No rows take no time at least.
         slope = min(max(slope, 0.0), seconds / mean)
         dearer = max(0.0, (self._wide_row or self._prompt_row) - slope)
+        if rows < mean:
+            dearer = min(dearer, seconds / mean - slope)
         return seconds + slope * (rows - mean) + dearer * (max(rows, FEW_ROWS) - max(mean, FEW_ROWS))
 
     def measured_prompts(self, rows: int, seconds: float) -> None:
@@ -93,9 +95,10 @@ class StepCosts:
             weight = OLD if found > self._prompt_row > 0 else 0.0
             self._prompt_row = weight * self._prompt_row + (1 - weight) * found
 
-    def measured(self, rows: int, seconds: float, decodes: int = 0) -> None:
-        """Record the ``seconds`` of a step of ``rows`` rows. Drafts beside more than ``FEW_ROWS``
-        ``decodes`` have a cost of their own, and the line one of steps without them."""
+    def measured(self, rows: int, seconds: float, decodes: int) -> None:
+        """Record the ``seconds`` of a step of ``rows`` rows, of which ``decodes`` are no drafts.
+        A step with drafts beside more than ``FEW_ROWS`` decodes tells the cost of a draft's row.
+        Other steps make the line."""
         if self._weight:
             expected = self.seconds(rows)
             seconds = min(max(seconds, expected / OUTLIER), expected * OUTLIER)
