@@ -36,6 +36,7 @@ from quire.contracts.layers import LayerSpec, Recurrent
 from quire.contracts.linear import Quantization
 from quire.contracts.ranks import Grid
 from quire.engine.assembly import make_engine
+from quire.engine.decode_turns import LEAST_ROWS_ON_CPU, DecodeTurns
 from quire.engine.engine import Engine
 from quire.engine.exact import ExactWindows
 from quire.engine.named_adapters import NamedAdapters
@@ -279,6 +280,9 @@ def _build(config: EngineConfig, path: Path, ranks: Ranks | None, *, progress: b
     if device.type != "cpu":
         engine.sampling.seen = SeenTokens(model.vocab_size, device, fastest_penalties(device))
     engine.stepper.runs_ahead = runs_ahead
+    if isinstance(runner, RankedRunner) and runner.stages > 1 and config.async_scheduling:
+        stepper, least = engine.stepper, 1 if device.type == "cuda" else LEAST_ROWS_ON_CPU
+        stepper.turns = DecodeTurns(runner, stepper.decodes_ahead, stepper.in_flight, least)
     engine.timeline.model = Path(config.model).name if Path(config.model).exists() else str(config.model)
     held: list[str] = []
     if state.geometry.specs:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.harness import Mutant
 
+TURNS = "engine/test_decode_turns.py"
 TESTS, SEEN = "engine/test_steps_ahead.py", "sampling/test_seen_tokens.py"
 STEPS, DRAWS, TABLE = "engine/steps.py", "sampling/draws.py", "sampling/seen_tokens.py"
 MUTANTS = (
@@ -104,5 +105,26 @@ MUTANTS = (
         old="new_B = tl.where(new_B > LARGEST, LARGEST, new_B)",
         new="new_B = new_B",
         tests=(f"{SEEN}::test_requests_come_and_go",),
+    ),
+    Mutant(
+        name="turns-uneven-groups-stay",
+        file="engine/decode_turns.py",
+        old="is_uneven = 2 * self._runner.stages * len(group) <= total",
+        new="is_uneven = False",
+        tests=(f"{TURNS}::test_uneven_groups_are_made_anew",),
+    ),
+    Mutant(
+        name="turns-interrupted-steps-stay",
+        file="engine/in_flight.py",
+        old="        self.turns.clear()\n",
+        new="",
+        tests=(f"{TURNS}::test_interrupted_turns_run_again", f"{TURNS}::test_closed_while_others_have_their_turn"),
+    ),
+    Mutant(
+        name="turns-one-group-runs-alone",
+        file="engine/decode_turns.py",
+        old="if not others or is_uneven",
+        new="if is_uneven",
+        tests=(f"{TURNS}::test_a_group_that_is_left_alone_is_divided",),
     ),
 )

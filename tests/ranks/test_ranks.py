@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from tests.exact import TINY_PYTHON
@@ -593,15 +594,23 @@ def test_ranks_end_with_their_engine() -> None:
 def test_a_stage_that_is_killed_ends_requests_with_an_error(one: LLM) -> None:
     """The first stage notices while it waits for logits; the other stages end too."""
     with made(1, pipeline_parallel_size=3) as llm:
+        turns = llm.engine.stepper.turns
+        assert turns is not None
+        turns._least_rows = 1
         assert texts(llm) == texts(one)
         first, last = processes(llm)
         session = llm.session(PROMPTS[0])
         stream = session.stream(SamplingParams(temperature=0, max_tokens=200, ignore_eos=True))
-        next(stream)
+        tokens = [np.array(llm.tokenizer.encode(prompt)) for prompt in PROMPTS]
+        others = [llm.engine.submit(one, SamplingParams(max_tokens=200, ignore_eos=True))[0] for one in tokens]
+        while not llm.engine.stepper.in_flight.turns:
+            next(stream)
         last.kill()
         started = time.monotonic()
         with pytest.raises(RanksBroken, match="load the model again"):
             list(stream)
+        llm.engine.run(others)
+        assert all("load the model again" in str(one.output.error) for one in others)
         assert time.monotonic() - started < 10
         assert is_gone(first)
         (output,) = llm.generate([PROMPTS[0]], GREEDY)

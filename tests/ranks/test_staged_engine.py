@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.exact import TINY_PYTHON
@@ -69,6 +70,39 @@ def test_log_probabilities_are_those_of_one_process(one: LLM, many: LLM) -> None
 )
 def test_texts_are_those_of_one_process(one: LLM, many: LLM, params: SamplingParams) -> None:
     assert texts(many, params) == texts(one, params)
+
+
+def test_decodes_in_turn(one: LLM, many: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each stage has a group of requests. What one forks or saves meanwhile runs behind them."""
+    turns, begun = many.engine.stepper.turns, list[int]()
+    assert turns is not None
+    monkeypatch.setattr(turns, "_least_rows", 1)
+    begin = turns.begin
+
+    def note(scheduled: Any, *given: Any) -> None:
+        begin(scheduled, *given)
+        begun.append(len(many.engine.stepper.in_flight.turns))
+
+    monkeypatch.setattr(turns, "begin", note)
+    prompts = [*PROMPTS, *(f"def f{number}(a, b):" for number in range(5))]
+    grammar = SamplingParams(temperature=0, max_tokens=20, structured_outputs={"regex": "[a-z]+: [0-9]{3}"})
+    params = [SamplingParams(temperature=0.9, seed=7, max_tokens=9, n=2), grammar, *[GREEDY] * (len(prompts) - 2)]
+    found = []
+    for llm in (one, many):
+        with llm.session(LONG) as session, llm.session(LONG[:120]) as other:
+            stream = iter(session.stream(GREEDY))
+            requests = [llm.engine.submit(np.array(llm.tokenizer.encode(prompt)), GREEDY)[0] for prompt in prompts[:4]]
+            for _ in range(6):
+                next(stream)
+            with other.fork(at=40) as child:
+                answers = [child.generate(GREEDY).outputs[0].token_ids]
+            rest = [chunk.token_ids for chunk in stream]
+            llm.engine.run(requests)
+            answers += [one.output.token_ids for one in requests]
+        outputs = llm.generate(prompts, params)
+        found.append((answers, rest, [[sample.token_ids for sample in output.outputs] for output in outputs]))
+    assert found[1] == found[0]
+    assert max(begun) == slices.runner_of(many).ranks.grid.stages
 
 
 def test_sessions_fork_rewind_and_edit(one: LLM, many: LLM) -> None:

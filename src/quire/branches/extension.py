@@ -91,11 +91,16 @@ def extend(runner: Runner, step: Step, extensions: Sequence[Extension]) -> StepO
         if chunk.tree is not None:
             extension.branch.nodes = chunk.tokens, chunk.tree  # type: ignore[assignment]
     output = runner.execute(step)
+    count_run(step, extensions)
+    return output
+
+
+def count_run(step: Step, extensions: Sequence[Extension]) -> None:
+    """Record that chunk i of a forward has run the next tokens of ``extensions[i]``."""
     for extension, chunk in zip(extensions, step.chunks, strict=True):
         ids: Ids = chunk.tokens  # type: ignore[assignment]
         extension.num_run += len(ids)
         extension.pieces += (ids,)
-    return output
 
 
 def keep(owner: BranchOwner, extensions: Sequence[Extension], counts: Sequence[int] | None = None) -> None:

@@ -70,8 +70,13 @@ class Line(Protocol):
     def give(self, logits_RV: Tensor) -> None:
         """Give rank 0 logits; on the first slice of the last stage."""
 
-    def finish_sends(self) -> None:
-        """Wait until all that this rank has sent and fetched is there."""
+    @property
+    def num_begun(self) -> int:
+        """Number of messages that this rank has sent and fetched since it began."""
+
+    def finish_sends(self, until: int | None = None) -> None:
+        """Wait until the first ``until`` messages that this rank has sent and fetched are there;
+        None: all of them."""
 
 
 class PeerRows(Protocol):

@@ -1,4 +1,4 @@
-"""Which decodes may be queued before the tokens in front of them are known. No torch."""
+"""Which decodes may be queued while other steps are in flight. No torch."""
 
 from __future__ import annotations
 
@@ -28,19 +28,21 @@ UNREAD: Final[Ids] = np.zeros(1, dtype=np.int64)
 
 
 class DecodesAhead:
-    """Chooses the step behind one whose tokens are not known yet: one more token of each request
-    that continues. It makes no room and admits no request, for a scheduler that knows all tokens
-    does that better."""
+    """Chooses a step behind one whose tokens are not known yet: one more token of each request that
+    continues. It makes no room and admits no request, for a scheduler that knows all tokens does
+    that better."""
 
     def __init__(self, scheduler: Scheduler, state: ModelState, checkpoints: Checkpoints | None) -> None:
         self._scheduler, self._state, self._checkpoints = scheduler, state, checkpoints
         self._steps = 0
         """Steps in a row beside requests that wait for pages."""
 
-    def step(self, requests: Sequence[Request], running: int) -> ScheduledStep | None:
-        """Return the step of one more token of each of ``requests``; its chunks have token 0. None:
-        the tokens are to be known first, for others might run beside them, or room must be made.
-        ``running``: requests of the step before that have not ended."""
+    def step(self, requests: Sequence[Request], running: int, *, known: bool = False) -> ScheduledStep | None:
+        """Return the step of one more token of each of ``requests``. None: the scheduler is to
+        choose once all tokens are known, for others might run beside these, or room must be made.
+        ``running``: requests of the steps in flight that have not ended. ``known``: whether the
+        last token of each request is known, and is the one to run; else the chunks have token
+        0."""
         scheduler, limits = self._scheduler, self._scheduler.limits
         if not requests or len(requests) > min(limits.max_num_batched_tokens, limits.max_num_seqs):
             return None
@@ -52,7 +54,10 @@ class DecodesAhead:
             return None
         kept = [()] * len(seqs) if self._checkpoints is None else self._checkpoints.wishes(requests, counts)
         extensions = tuple(Extension(one.branch, one.branch.computed, one.branch.runs) for one in requests)
-        chunks = tuple(one.chunk(UNREAD, "last", positions) for one, positions in zip(extensions, kept, strict=True))
+        chunks = tuple(
+            one.chunk(one.branch.tokens.ids[-1:].copy() if known else UNREAD, "last", positions)
+            for one, positions in zip(extensions, kept, strict=True)
+        )
         scheduler.queues.shares.charge(Counter(request.asked.owner for request in requests))
         return ScheduledStep(Step(chunks=chunks), tuple(requests), extensions)
 

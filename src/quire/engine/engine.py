@@ -454,7 +454,7 @@ class Engine:
         with self.lock:
             for samples in list(self.requests.by_id.values()):
                 self.requests.end(samples)
-            self.stepper.in_flight.last = None
+            self.stepper.in_flight.clear()
             self.prefix_pins.clear()
             for session in list(self.branches.sessions.values()):
                 self.forget(session)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from quire.branches.session_branches import SessionBranches
     from quire.engine.sampling_step import Drawing
     from quire.engine.timeline import StepMark
+    from quire.runner.ranks import StagedStep
     from quire.speculation.proposer import Draft
 
 
@@ -44,6 +46,17 @@ class InFlightStep:
     """The requests whose drafts it has run."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class StepInTurn:
+    """A step of decodes that pipeline stages run, and whose logits are not there."""
+
+    scheduled: ScheduledStep
+    running: StagedStep
+    mark: StepMark
+    launched: float
+    """When, in monotonic time."""
+
+
 class InFlightSteps:
     """The steps of an engine that are in flight."""
 
@@ -55,6 +68,8 @@ class InFlightSteps:
         """The last step that was queued, while its tokens are not read."""
         self.reading: InFlightStep | None = None
         """The step before it, while its tokens are being read."""
+        self.turns: deque[StepInTurn] = deque()
+        """The steps that pipeline stages run, the first one first. All their tokens are known."""
 
     def withdraw(self, request: Request) -> None:
         """Roll back a request that ends. This does nothing unless a step ahead has run its next
@@ -70,6 +85,11 @@ class InFlightSteps:
         for flight in (self.last, self.reading):
             if flight is not None:
                 flight.drawing.drop()
-        self.last = self.reading = None
+        self.clear()
         for request in running:
             self._branches.rollback(request.branch, len(request.branch.tokens) - 1)
+
+    def clear(self) -> None:
+        """Forget all steps. Nobody will read their tokens."""
+        self.last = self.reading = None
+        self.turns.clear()

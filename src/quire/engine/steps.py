@@ -37,6 +37,7 @@ from quire.branches.state_loads import LoadFailed
 from quire.branches.stored_state import StoredState
 from quire.engine.blend_runs import BlendRuns
 from quire.engine.blending import Blending
+from quire.engine.decode_turns import DecodeTurns
 from quire.engine.decodes_ahead import DecodesAhead
 from quire.engine.drafts import Drafts
 from quire.engine.exact import ExactWindow, ExactWindows
@@ -83,6 +84,8 @@ class EngineSteps:
     metrics: EngineMetrics
     exact: ExactWindows
     drafts: Drafts | None = None
+    turns: DecodeTurns | None = None
+    """Decodes in turn; None: the model is in one stage."""
     runs_ahead: bool = False
     """Whether steps are queued before the tokens of the steps before are known."""
     _lost_loads: int = 0
@@ -104,19 +107,22 @@ class EngineSteps:
             try:
                 flight, self.in_flight.last = self.in_flight.last, None
                 scheduled = None
-                if flight is None:
+                if self.in_flight.turns:
+                    flight = self._end_turn(changed)
+                elif flight is None:
                     began = time.monotonic()
                     scheduled = self.scheduler.schedule()
                     mark = self.timeline.scheduled(scheduled, began)
                     for request, error in scheduled.failed:
                         changed.append(self.requests.fail(request, error))
                     if scheduled.step.chunks:
-                        flight = self._launch(scheduled, mark, changed)
+                        flight = self._launch_all(scheduled, mark, changed)
                 if flight is not None:
                     self.in_flight.reading = flight
                     self._run_ahead(flight)
                     changed += self._read(flight)
-                if self.exact.has_any and self.in_flight.last is None:
+                    self._take_turn(flight, changed)
+                if self.exact.has_any and self.in_flight.last is None and not self.in_flight.turns:
                     changed += self._run_window()
                 if self.stored.store is not None:
                     self.branches.save_ahead()
@@ -168,6 +174,56 @@ class EngineSteps:
             logger.exception("a step of %d tokens failed; its requests end", scheduled.step.num_tokens)
             changed += self._failed(scheduled, error)
             return None
+
+    def _launch_all(self, scheduled: ScheduledStep, mark: StepMark, changed: list[Request]) -> InFlightStep | None:
+        """Run a step up to its draws, as ``_launch``; or begin it in groups, which take turns, and
+        run the first group up to its draws."""
+        is_alone = self.drafts is not None or self.stored.open or self.exact.has_any
+        groups = [] if self.turns is None or is_alone else self.turns.groups(scheduled)
+        if not groups:
+            return self._launch(scheduled, mark, changed)
+        for group in groups:
+            if not self._begin_turn(group, time.monotonic(), changed):
+                return None
+        return self._end_turn(changed)
+
+    def _begin_turn(self, scheduled: ScheduledStep, began: float, changed: list[Request]) -> bool:
+        """Begin decodes in turn with others. Return False if they failed, and their requests have
+        ended."""
+        assert self.turns is not None
+        mark, launched = self.timeline.scheduled(scheduled, began, ahead=True), time.monotonic()
+        try:
+            self.turns.begin(scheduled, mark, launched)
+        except Exception as error:
+            logger.exception("a step of %d tokens failed; its requests end", scheduled.step.num_tokens)
+            changed += self._failed(scheduled, error)
+            return False
+        self.metrics.steps.inc("plain")
+        self.timeline.ran(mark)
+        keep(self.branches, scheduled.extensions)
+        for request in scheduled.requests:
+            self._note_run(request)
+        return True
+
+    def _end_turn(self, changed: list[Request]) -> InFlightStep | None:
+        """Wait for the logits of the decodes that began first, and draw. None: they failed."""
+        assert self.turns is not None
+        scheduled = self.in_flight.turns[0].scheduled
+        try:
+            step, output = self.turns.finish()
+            return self._draw(scheduled, output, step.mark, step.launched)
+        except Exception as error:
+            logger.exception("a step of %d tokens failed; its requests end", scheduled.step.num_tokens)
+            changed += self._failed(scheduled, error)
+            return None
+
+    def _take_turn(self, flight: InFlightStep, changed: list[Request]) -> None:
+        """Begin the next decodes of the requests of a flight, behind those that others run."""
+        if self.turns is None:
+            return
+        began = time.monotonic()
+        if (scheduled := self.turns.next(flight.scheduled.requests)) is not None:
+            self._begin_turn(scheduled, began, changed)
 
     def _failed(self, scheduled: ScheduledStep, error: Exception) -> list[Request]:
         """End the requests of a step that failed."""
@@ -240,7 +296,7 @@ class EngineSteps:
         for index, request in enumerate(scheduled.requests):
             asked, branch, wanted = request.asked, request.branch, request.output
             if branch.seq is None:
-                continue  # Its stored state failed to load.
+                continue  # Its stored state failed to load, or it ended while others had their turn.
             if wanted.on_logits is not None and output.starts[index] < output.starts[index + 1]:
                 rows_RV = output.rows(index)
                 try:

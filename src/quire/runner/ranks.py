@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
 from typing import Any, cast
@@ -47,6 +48,16 @@ from quire.runner.rank_messages import (
     send,
 )
 from quire.runner.rank_processes import ANSWER_SECONDS, Ranks
+
+
+@dataclass(frozen=True, slots=True)
+class StagedStep:
+    """A step that runs in other stages."""
+
+    output: StepOutput
+    """Its logits are there once ``RankedRunner.finish`` has returned."""
+    num_messages: int
+    """Number of messages of this rank, of this step and those before."""
 
 
 class RankedRunner:
@@ -111,6 +122,48 @@ class RankedRunner:
         has_seen = inputs.attention_weights or inputs.observed or inputs.hidden_states or inputs.features or is_blended
         return self._with_all_seen(step, output) if step.chunks and has_seen else output
 
+    @property
+    def stages(self) -> int:
+        """Number of pipeline stages."""
+        return self.ranks.grid.stages
+
+    def begin(self, step: Step) -> StagedStep:
+        """Run the first stage of a step that has only chunks and asks for nothing but logits.
+        Return while the other stages run it. Later steps run behind it in every stage. Errors are
+        those of ``execute``; of a failed step nothing is under way."""
+        self.ranks.send(step)
+        line = self._inner.line
+        assert line is not None
+        with self._failing_together():
+            self.ranks.is_running = True
+            output = self._inner.execute(step)
+        transfer_verbs.send_computed(cast(State, self.state).parts)
+        return StagedStep(output, line.num_begun)
+
+    def finish(self, step: StagedStep) -> StepOutput:
+        """Wait for the logits of a step. ``RanksBroken`` if a rank has ended."""
+        line = self._inner.line
+        assert line is not None
+        try:
+            line.finish_sends(step.num_messages)
+        except RanksBroken:
+            raise self.ranks.fail() from None
+        self.ranks.is_running = line.num_begun > step.num_messages
+        return step.output
+
+    @contextmanager
+    def _failing_together(self) -> Iterator[None]:
+        """Runs a step that the others run too. If it fails, it has failed on all of them, or they
+        end."""
+        try:
+            yield
+        except RanksBroken:
+            raise self.ranks.fail() from None
+        except BaseException:
+            self.ranks.is_running = False
+            self.ranks.confirm_failure()
+            raise
+
     def _run(self, step: Step) -> StepOutput:
         parts = self._micro_batches(step)
         try:
@@ -120,23 +173,20 @@ class RankedRunner:
             if step.chunks:
                 raise
             return self._inner.execute(step)  # a request ends at its chunk; what remains is to free sequences
-        try:
-            self.ranks.is_running = bool(step.chunks)
-            outputs = [self._inner.execute(part) for part in parts]
-            if (line := self._inner.line) is not None and step.chunks:
-                line.finish_sends()
-            if len(outputs) == 1:
-                return outputs[0]
-            _, starts = logits_rows(step.chunks)
-            return StepOutput(torch.cat([one.logits_RV for one in outputs]), starts)
-        except RanksBroken:
-            raise self.ranks.fail() from None
-        except BaseException:
-            self.ranks.is_running = False
-            self.ranks.confirm_failure()
-            raise
-        finally:
-            self.ranks.is_running = False
+        with self._failing_together():
+            if not step.chunks:
+                return self._inner.execute(step)
+            try:
+                self.ranks.is_running = True
+                outputs = [self._inner.execute(part) for part in parts]
+                if (line := self._inner.line) is not None:
+                    line.finish_sends()
+            finally:
+                self.ranks.is_running = False
+        if len(outputs) == 1:
+            return outputs[0]
+        _, starts = logits_rows(step.chunks)
+        return StepOutput(torch.cat([one.logits_RV for one in outputs]), starts)
 
     def _micro_batches(self, step: Step) -> list[Step]:
         """Return the parts of a step that stages run at the same time. There is room for all of

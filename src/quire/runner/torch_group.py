@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import deque
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -112,7 +113,9 @@ class TorchLine:
         """Wait for all ranks, as ``TorchGroup`` does."""
         self._rank, self._grid, self._device = rank, grid, device
         self._group = _group_of(rank, grid.size, device, FileStore(str(meeting), grid.size))
-        self._moving: list[tuple[Any, Tensor]] = []
+        self._moving: deque[tuple[Any, Tensor]] = deque()
+        self._num_ended = 0
+        """Number of messages that have left ``_moving``."""
         self._row: tuple[int, torch.dtype, int] = (0, torch.float32, 0)
 
     def use(self, stages: Stages, vocab_size: int) -> None:
@@ -178,11 +181,18 @@ class TorchLine:
         except RuntimeError as error:
             raise RanksBroken(ENDED) from error
 
-    def finish_sends(self) -> None:
+    @property
+    def num_begun(self) -> int:
         """See ``Line``."""
-        moving, self._moving = self._moving, []
-        for work, _ in moving:
-            self._wait(work)
+        return self._num_ended + len(self._moving)
+
+    def finish_sends(self, until: int | None = None) -> None:
+        """See ``Line``."""
+        while self._moving and (until is None or self._num_ended < until):
+            # Its memory stays until it is there, also if a signal arrives meanwhile.
+            self._wait(self._moving[0][0])
+            self._moving.popleft()
+            self._num_ended += 1
 
     def _wait(self, work: Any) -> None:
         try:
