@@ -165,7 +165,10 @@ class EngineConfig:
     enable_prefix_caching: bool = option(True, "Keep finished sequences, to start later prompts from their beginnings.")
     attention_backend: str = option("auto", f"One of: {', '.join(ATTENTION_BACKENDS)}.")
     enforce_eager: bool = option(False, "Launch the kernels of decodes one by one, and capture none as CUDA graphs.")
-    async_scheduling: bool = option(True, "On a GPU, queue the next step before the tokens of the last one are known; in stages, let decodes take turns.")
+    async_scheduling: bool = option(
+        True,
+        "On a GPU, queue the next step before the tokens of the last one are known; in stages, let decodes take turns.",
+    )
     tensor_parallel_size: int = option(
         1, "Processes, each with a device or a share of the cores, that divide each layer."
     )
