@@ -50,6 +50,23 @@ def test_unsure_drafts_are_left_in_large_batches() -> None:
     assert controller(0.03).depths([[0.9]] * 8, decodes=8, rows=8, most=64) == [1] * 8
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_where_nothing_can_be_gained_nothing_is_taken(seed: int) -> None:
+    """And it can be where sure drafts are taken."""
+    rng, seen = random.Random(seed), [0, 0]
+    for _ in range(100):
+        found = controller(rng.uniform(0.0, 1.2))
+        found.costs.wide_steps = rng.choice([0, 9])
+        found.costs._wide_row = rng.choice([0.0, rng.uniform(0.0, 1.2)])
+        decodes = rng.choice([1, 2, 4, 8, 9, 16, 40])
+        rows, most = decodes + rng.choice([0, 0, 5, 100]), rng.choice([0, 1, 5, 64])
+        depths = found.depths([[1.0] * 64] * decodes, decodes=decodes, rows=rows, most=most)
+        is_trial = decodes > FEW_ROWS and not found.costs.wide_steps
+        assert found.may_gain(decodes, rows, most) is (any(depths) or is_trial)
+        seen[any(depths)] += 1
+    assert min(seen) > 10
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_the_choice_is_the_best_of_all(seed: int) -> None:
     """Against every number of drafts of one request."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -24,6 +25,17 @@ def draft(proposer: Lookup, ids: list[int], most: int = 8, prompt: int = 1, **gi
 def test_what_followed_earlier() -> None:
     assert draft(Lookup(), [1, 2, 3, 4, 5, 9, 1, 2, 3], most=2).tokens == [4, 5]
     assert draft(Lookup(), [1, 2, 3]).tokens == ()
+
+
+def test_tokens_that_hardly_come_are_left_out() -> None:
+    """The chances are 1/2, 3/5, 4/6 and so on, one behind the other."""
+    known = context([*range(20, 40), 9, 20, 21], 1)
+    for least, count in ((0.0, 16), (0.31, 1), (0.19, 3), (0.6, 0)):
+        (found,) = Lookup().propose([replace(known, least=least)], [16])
+        assert len(found) == count, least
+    (found,) = Lookup().propose([context([7, 5, 6, *range(20, 60), 9, 6], 1)], [64])
+    assert len(found) == 12
+    assert found.promises()[-1] >= lookup.LEAST
 
 
 def test_a_repetition_goes_on() -> None:

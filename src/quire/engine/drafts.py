@@ -92,7 +92,9 @@ class Drafts:
 
     def of(self, request: Request) -> RequestDrafts:
         """Return the counts of drafted and accepted tokens of a request."""
-        return self._requests.setdefault(request, RequestDrafts(trust=Trust(self._trust)))
+        if (found := self._requests.get(request)) is None:
+            found = self._requests[request] = RequestDrafts(trust=Trust(self._trust))
+        return found
 
     def choose(self, batch: StepBuilder, kept: Sequence[tuple[int, ...]] | None) -> list[Draft]:
         """Return the drafts of each request of a step. ``kept``: per request, where recurrent
@@ -107,19 +109,20 @@ class Drafts:
             self.of(batch.requests[index]).verifying = None
         if not able or batch.budget < 1:
             return found
-        drafts = self._proposed([batch.requests[index] for index in able], rooms)
+        decodes = sum(request.branch.remaining == 1 for request in batch.requests)
+        rows, most = sum(batch.counts), min(batch.budget, batch.rows - len(able))
+        if not self.controller.may_gain(decodes, rows, most):
+            return found
+        drafts = self._proposed([batch.requests[index] for index in able], rooms, self.controller.least(decodes))
         if not any(draft.tokens for draft in drafts):
             return found
         factors = [self.of(batch.requests[index]).trust.factor for index in able]
         drafts = [draft.best(room, factor) for draft, room, factor in zip(drafts, rooms, factors, strict=True)]
         promises = [draft.promises(factor) for draft, factor in zip(drafts, factors, strict=True)]
-        decodes = sum(request.branch.remaining == 1 for request in batch.requests)
         if decodes > 1:
             mosts = [self.of(batch.requests[index]).trust.most_in_batch for index in able]
             promises = [promised[:most] for promised, most in zip(promises, mosts, strict=True)]
-        depths = self.controller.depths(
-            promises, decodes=decodes, rows=sum(batch.counts), most=min(batch.budget, batch.rows - len(able))
-        )
+        depths = self.controller.depths(promises, decodes=decodes, rows=rows, most=most)
         depths = self._fitting(batch, able, depths, sum(map(len, kept or ())))
         for index, draft, depth in zip(able, drafts, depths, strict=True):
             notes, request = self.of(batch.requests[index]), batch.requests[index]
@@ -152,11 +155,11 @@ class Drafts:
             room = min(room, self._state.largest_step(window.size, window.sink) - 1)
         return room
 
-    def _proposed(self, requests: Sequence[Request], most: Sequence[int]) -> list[Draft]:
+    def _proposed(self, requests: Sequence[Request], most: Sequence[int], least: float) -> list[Draft]:
         """Return the drafts that are proposed, up to the first that a grammar forbids. A proposer
-        that fails is dropped for these requests."""
+        that fails is dropped for these requests. ``least``: see ``Context``."""
         try:
-            drafts = proposed(self._proposer, [context_of(request) for request in requests], most)
+            drafts = proposed(self._proposer, [context_of(request, least) for request in requests], most)
         except Exception as error:
             self._drop(requests, error)
             drafts = [NO_DRAFT] * len(requests)
@@ -176,9 +179,9 @@ class Drafts:
         if reason := problem_of(draft, self._vocab_size, most):
             self.of(request).dropped = f"the proposer {self._proposer.name} {reason}"
             return NO_DRAFT
-        draft = replace(draft, proposer=self._proposer.name)
         if matcher is None:
-            return draft
+            return replace(draft, proposer=self._proposer.name) if draft.tokens else NO_DRAFT
+        draft = replace(draft, proposer=self._proposer.name)
         forced = self._forced(matcher)[:most]
         if len(draft.tree.path(forced, draft.tokens)) < len(forced):
             # What the grammar leaves no choice in is surer than what was proposed.
@@ -315,7 +318,7 @@ class Drafts:
             self._proposer.forget()
 
 
-def context_of(request: Request) -> Context:
-    """Return a request as proposers see it."""
-    branch = request.branch
-    return Context((request.request_id, request.asked.index), branch.tokens.ids, request.asked.num_prompt, branch.salt)
+def context_of(request: Request, least: float = 0.0) -> Context:
+    """Return a request as proposers see it. ``least``: see ``Context``."""
+    branch, name = request.branch, (request.request_id, request.asked.index)
+    return Context(name, branch.tokens.ids, request.asked.num_prompt, branch.salt, least)

@@ -162,6 +162,28 @@ class Controller:
     def __init__(self) -> None:
         self.costs = StepCosts()
 
+    def may_gain(self, decodes: int, rows: int, most: int) -> bool:
+        """Return whether at most ``most`` drafts of a step can pay, even if all were accepted.
+        ``decodes``, ``rows``: as for ``depths``."""
+        if decodes > FEW_ROWS and self.costs.wide_steps < WIDE_TRIALS:
+            return True
+        seconds = self.costs.seconds
+        without, own = seconds(rows), seconds(decodes)
+        # The rate is monotone up to the width where rows become dearer, and behind it.
+        counts = {1, min(max(1, FEW_ROWS - rows), most), most}
+        least = self._rate_to_beat(decodes)
+        return most > 0 and any((decodes + count) / (own + seconds(rows + count) - without) > least for count in counts)
+
+    def _rate_to_beat(self, decodes: int) -> float:
+        """Return the tokens per second from which on drafts are taken."""
+        gain = GAIN + BATCH_GAIN * (1 - 1 / max(1, decodes))
+        return gain * decodes / self.costs.seconds(decodes)
+
+    @staticmethod
+    def least(decodes: int) -> float:
+        """Return the least probability of a draft that is taken beside so many decodes."""
+        return SURE * (1 - 1 / max(1, decodes))
+
     def depths(self, promises: Sequence[Sequence[float]], *, decodes: int, rows: int, most: int) -> list[int]:
         """Return the number of drafts of each request to verify, together at most ``most``.
 
@@ -171,13 +193,13 @@ class Controller:
         """
         if decodes > FEW_ROWS and self.costs.wide_steps < WIDE_TRIALS:
             most = min(most, FEW_ROWS)
-        least = SURE * (1 - 1 / max(1, decodes))
+        least = self.least(decodes)
         found = [(one, request) for request, drafts in enumerate(promises) for one in drafts if one >= least]
         found.sort(key=lambda one: -one[0])
         depths, seconds = [0] * len(promises), self.costs.seconds
         tokens, without = float(decodes), seconds(rows)
         own = seconds(decodes)
-        best, best_count = (GAIN + BATCH_GAIN * (1 - 1 / max(1, decodes))) * tokens / own, 0
+        best, best_count = self._rate_to_beat(decodes), 0
         for count, (through, _) in enumerate(found[:most], 1):
             tokens += through
             rate = tokens / (own + seconds(rows + count) - without)

@@ -22,6 +22,8 @@ class Context:
     num_prompt: int
     salt: Hashable
     """Only requests of one salt may learn from each other."""
+    least: float = 0.0
+    """Drafts that are accepted with a lower probability are not used."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,8 @@ FEW = 2.0
 """Tokens that came of as many expected ones, which a request counts as beforehand."""
 RECENT = 0.03
 """How far a request forgets them with each token."""
+LEAST = 0.01
+"""Tokens that come with a lower probability are not proposed."""
 PRIOR = 4.0
 """Tokens that an estimate counts as beforehand: of all requests for one request."""
 
@@ -53,12 +55,25 @@ class Chances:
 
     def of(self, length: int) -> float:
         """Return the estimated probability that the expected token comes."""
-        kind = length_class(length)
+        kind, base = length_class(length), self._base
         before = length / (length + 2.0)
-        if self._base is not None:
+        if base is not None:
+            before = (base._hits[kind] + PRIOR * before) / (base._trials[kind] + PRIOR)
             # A text that repeats less than those before it does so for suffixes of any length.
-            before = self._base.of(length) * min(1.0, self._came / self._expected)
+            before *= min(1.0, self._came / self._expected)
         return (self._hits[kind] + PRIOR * before) / (self._trials[kind] + PRIOR)
+
+    def behind(self, length: int, most: int, least: float) -> list[float]:
+        """Return the estimated probabilities of at most ``most`` tokens behind a suffix, each if
+        those before it come. They end where all of them come with less than ``least``."""
+        found, all_come = list[float](), 1.0
+        for longer in range(length, length + most):
+            chance = self.of(longer)
+            all_come *= chance
+            if all_come < least:
+                break
+            found.append(chance)
+        return found
 
     def count(self, length: int, hit: bool) -> None:
         """Note whether the expected token came."""
@@ -166,11 +181,12 @@ class Lookup(Proposer):
         return [self._draft(context, count) for context, count in zip(contexts, most, strict=True)]
 
     def _draft(self, context: Context, most: int) -> Draft:
-        match = self._reader(context).match
-        if match is None or not (tokens := match.expected(most)):
+        reader = self._reader(context)
+        if (match := reader.match) is None:
             return NO_DRAFT
-        chances = self._readers[context.name].chances
-        return Draft(tokens, [chances.of(match.length + index) for index in range(len(tokens))])
+        chances = reader.chances.behind(match.length, most, max(LEAST, context.least))
+        tokens = match.expected(len(chances))
+        return Draft(tokens, chances[: len(tokens)]) if tokens else NO_DRAFT
 
     def _reader(self, context: Context) -> Reader:
         """Return the automaton of a request, its last token included."""
