@@ -24,7 +24,7 @@ from quire.server.http.settings import ServerSettings
 from quire.server.openai import chat, generation
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Locator, Page
+    from playwright.sync_api import Browser, Locator, Page, Route
 
 SHORT = {"sampling": {"max_tokens": 12, "temperature": 0}}
 TEXT = """## A heading
@@ -668,6 +668,29 @@ def test_a_branch_that_another_window_deletes(visit: Visit, inspected: Served) -
         field(page).press("Enter")
         settled(page)
         expect(answers(page)).to_have_count(2)
+    close_all(inspected.client)
+
+
+def test_a_conversation_that_opens_leaves_the_focus_on_a_message(visit: Visit, inspected: Served) -> None:
+    """The browser's own copy is shown, and can be used, before the server has answered."""
+    with talking(visit, inspected.url) as (page, _):
+        ask(page, "one")
+        ask(page, "two")
+        tree(page)
+        held: list[Route] = []
+        for reader in (False, True):
+            other = page.context.new_page()
+            other.route("**/v1/chats/*", lambda route: held.append(route))
+            other.goto(page.url)
+            expect(answers(other)).to_have_count(2)
+            expect(field(other)).not_to_be_focused()
+            if reader:
+                questions(other).last.focus()
+            with other.expect_response("**/v1/chats/*") as answered:
+                held.pop().continue_()
+            answered.value.finished()
+            other.wait_for_timeout(200)
+            expect(questions(other).last if reader else field(other)).to_be_focused()
     close_all(inspected.client)
 
 

@@ -250,7 +250,9 @@ class Chat {
     this.composer.open(id);
     this.showAt(at, beside);
     if (this.isNarrow && !this.list.element.hidden) this.toggleSide(false);
-    if (matchMedia("(pointer: fine)").matches) this.composer.focus();
+    // The browser's copy is shown while the server is asked: somebody may be at a message of it.
+    const atMessage = this.threads[0].list.contains(document.activeElement);
+    if (matchMedia("(pointer: fine)").matches && !atMessage) this.composer.focus();
   }
 
   /** Take over a document as a new conversation, and show the branch that ends with `leaf`. */
