@@ -1,18 +1,18 @@
 """``State``: the KV state of a model with layers of any kinds (``contracts.kv_state.ModelState``).
 
 It consists of sequences and parts. **All parts or none**: a verb checks all that can be wrong, then
-each part changes. This file is the table of contents. Longer bodies are functions, by subject:
-``exchange`` (export), ``import_verbs``, ``transfer_verbs`` (hand-over), ``stored_rows``,
-``state_room`` (sizes, holdings, room).
+each part changes. This file is the table of contents. The bodies of verbs ``of_parts`` are in other
+modules, by subject: ``exchange`` (export), ``import_verbs``, ``stored_rows``, ``transfer_verbs``
+(hand-over), ``state_room`` (holdings, room).
 Verbs about one layer of an open forward belong to ``state_pass``. Callers outside of Quire hold a
 ``contract.ContractState``, which checks arguments and delays signals.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from functools import cached_property
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from functools import cached_property, wraps
+from typing import Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -24,17 +24,11 @@ from quire.base.signatures import checks_arguments
 from quire.base.types import SeqId
 from quire.base.uploads import SharedMemory
 from quire.contracts.attention import AttentionBackend
-from quire.contracts.channel import Channel
 from quire.contracts.kv_format import KVFormat
-from quire.contracts.kv_state import RowPieces, TensorPlan
 from quire.contracts.layers import CrossAttention, LayerSpec, Recurrent, sink_refusal, window_refusal
 from quire.contracts.pool_verbs import (
     Eviction,
-    Holding,
     PoolFacts,
-    SequencePages,
-    SequenceUse,
-    Shortage,
     StateGeometry,
     TokenTreeParents,
 )
@@ -43,7 +37,6 @@ from quire.contracts.rows import RowKernels
 from quire.kv import exchange, import_verbs, state_room, stored_rows, transfer_verbs
 from quire.kv.divided_rows import DividedRows
 from quire.kv.encoders import EncoderPart
-from quire.kv.exports import SequenceExport
 from quire.kv.formats.plain import PlainFormat
 from quire.kv.forward_need import ForwardNeed
 from quire.kv.layer_classes import backend_for_format, ids_of, supported
@@ -60,6 +53,19 @@ from quire.kv.windows import Window
 from quire.ops.attention import ReferenceAttention
 from quire.ops.recurrence import ReferenceRecurrence
 from quire.ops.rows import REFERENCE_ROWS
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def of_parts(function: Callable[Concatenate[StateParts, P], R]) -> Callable[Concatenate[State, P], R]:
+    """Return a verb of the state that calls ``function`` of its parts."""
+
+    @wraps(function)
+    def verb(state: State, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        return function(state.parts, *args, **kwargs)
+
+    return verb
 
 
 @checks_arguments(only=("__init__",))
@@ -282,11 +288,8 @@ class State:
         self.sequences.require_reachable(seq_id, sequence, stop, "rewind_cost")
         return pos - stop
 
-    def reachable(self, seq_id: SeqId) -> list[range]:
-        return state_room.reachable(self.parts, seq_id)
-
-    def nearest_reachable(self, seq_id: SeqId, position: int) -> int:
-        return state_room.nearest_reachable(self.parts, seq_id, position)
+    reachable = of_parts(state_room.reachable)
+    nearest_reachable = of_parts(state_room.nearest_reachable)
 
     def enable_sliding_window_for_seq(
         self, seq_id: SeqId, window: int | None, sink: int = 0, *, eviction: Eviction = "token"
@@ -445,8 +448,7 @@ class State:
         self.sequences.require_settled(seq_id, "checkpoint")
         part.table.keep(seq_id)
 
-    def checkpoints(self, seq_id: SeqId) -> list[int]:
-        return self.parts.checkpoints(seq_id)
+    checkpoints = of_parts(StateParts.checkpoints)
 
     def drop_checkpoint(self, seq_id: SeqId, position: int) -> None:
         table = self.parts.recurrent_part("drop_checkpoint").table
@@ -458,8 +460,7 @@ class State:
         self.sequences.require_settled(seq_id, "drop_checkpoint")
         table.drop(seq_id, position)
 
-    def kept_positions(self, seq_id: SeqId) -> list[int]:
-        return self.parts.kept_positions(seq_id)
+    kept_positions = of_parts(StateParts.kept_positions)
 
     def loose_checkpoints(self) -> dict[int, list[tuple[SeqId, int]]]:
         recurrent = self.parts.recurrent
@@ -467,108 +468,37 @@ class State:
 
     # -- stored rows and states --------------------------------------------------------------------
 
-    def set_cross_kv(self, layer_id: int, seq_id: SeqId, k: Tensor, v: Tensor) -> None:
-        stored_rows.set_cross_kv(self.parts, layer_id, seq_id, k, v)
-
-    def debug_get_kv(
-        self,
-        seq_id: SeqId,
-        start: int | None = 0,
-        end: int | None = None,
-        *,
-        layer: int | None = None,
-        relative: bool = False,
-        out: tuple[Tensor, Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        return stored_rows.debug_get_kv(self.parts, seq_id, start, end, layer=layer, relative=relative, out=out)
-
-    def debug_get_kv_mla(
-        self,
-        seq_id: SeqId,
-        start: int | None = 0,
-        end: int | None = None,
-        *,
-        layer: int | None = None,
-        relative: bool = False,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        return stored_rows.debug_get_kv_mla(self.parts, seq_id, start, end, layer=layer, relative=relative, out=out)
-
-    def debug_set_kv(
-        self, seq_id: SeqId, start: int, k: Tensor, v: Tensor | None = None, *, layer: int | None = None
-    ) -> None:
-        stored_rows.debug_set_kv(self.parts, seq_id, start, k, v, layer=layer)
-
-    def debug_get(self, layer_id: int, state_id: int, seq_id: SeqId, *, position: int | None = None) -> Tensor:
-        return stored_rows.debug_get(self.parts, layer_id, state_id, seq_id, position=position)
-
-    def debug_set(self, layer_id: int, state_id: int, seq_id: SeqId, data: Tensor) -> None:
-        stored_rows.debug_set(self.parts, layer_id, state_id, seq_id, data)
+    set_cross_kv = of_parts(stored_rows.set_cross_kv)
+    debug_get_kv = of_parts(stored_rows.debug_get_kv)
+    debug_get_kv_mla = of_parts(stored_rows.debug_get_kv_mla)
+    debug_set_kv = of_parts(stored_rows.debug_set_kv)
+    debug_get = of_parts(stored_rows.debug_get)
+    debug_set = of_parts(stored_rows.debug_set)
 
     # -- export and import -------------------------------------------------------------------------
 
-    def get_layout(self) -> dict[str, Any]:
-        return exchange.get_layout(self.parts)
-
-    def get_layout_hash(self) -> str:
-        return exchange.get_layout_hash(self.parts)
-
-    def get_checkpoint_metadata(self, seq_id: SeqId, *, checksums: bool = True) -> dict[str, Any]:
-        return exchange.get_checkpoint_metadata(self.parts, seq_id, checksums=checksums)
-
-    def export_page_group(self, seq_id: SeqId, group: int, out: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-        return exchange.export_page_group(self.parts, seq_id, group, out)
-
-    def open_export(self, seq_id: SeqId) -> SequenceExport:
-        return exchange.open_export(self.parts, seq_id)
-
-    def plan_import(self, metadata: Mapping[str, Any]) -> dict[int, dict[str, TensorPlan]]:
-        return import_verbs.plan_import(self.parts, metadata)
-
-    def import_metadata(self, length: int, *, kept: Sequence[int] = ()) -> dict[str, Any]:
-        return import_verbs.import_metadata(self.parts, length, kept=kept)
-
-    def import_need(self, metadata: Mapping[str, Any], *, shared: int = 0) -> list[int]:
-        return import_verbs.import_need(self.parts, metadata, shared=shared)
-
-    def prepare_import(
-        self, seq_id: SeqId, metadata: Mapping[str, Any], *, parent: SeqId | None = None, shared: int = 0
-    ) -> None:
-        import_verbs.prepare_import(self.parts, seq_id, metadata, parent=parent, shared=shared)
-
-    def import_page_group(self, seq_id: SeqId, group: int, tensors: Mapping[str, Tensor]) -> None:
-        import_verbs.import_page_group(self.parts, seq_id, group, tensors)
-
-    def import_rows(self, seq_id: SeqId, group: int, start: int, rows: Mapping[str, Tensor] | RowPieces) -> None:
-        import_verbs.import_rows(self.parts, seq_id, group, start, rows)
-
-    def pending_layers(self, seq_id: SeqId) -> list[int]:
-        return import_verbs.pending_layers(self.parts, seq_id)
-
-    def publish_import(self, seq_id: SeqId) -> None:
-        import_verbs.publish_import(self.parts, seq_id)
-
-    def finish_import(self, seq_id: SeqId) -> None:
-        import_verbs.finish_import(self.parts, seq_id)
+    get_layout = of_parts(exchange.get_layout)
+    get_layout_hash = of_parts(exchange.get_layout_hash)
+    get_checkpoint_metadata = of_parts(exchange.get_checkpoint_metadata)
+    export_page_group = of_parts(exchange.export_page_group)
+    open_export = of_parts(exchange.open_export)
+    plan_import = of_parts(import_verbs.plan_import)
+    import_metadata = of_parts(import_verbs.import_metadata)
+    import_need = of_parts(import_verbs.import_need)
+    prepare_import = of_parts(import_verbs.prepare_import)
+    import_page_group = of_parts(import_verbs.import_page_group)
+    import_rows = of_parts(import_verbs.import_rows)
+    pending_layers = of_parts(import_verbs.pending_layers)
+    publish_import = of_parts(import_verbs.publish_import)
+    finish_import = of_parts(import_verbs.finish_import)
 
     # -- hand-over ---------------------------------------------------------------------------------
 
-    def disagg_prepare_recv(self, seq_id: SeqId, length: int, *, channel: Channel) -> tuple[int, ...]:
-        return transfer_verbs.prepare_recv(self.parts, seq_id, length, channel=channel)
-
-    def disagg_mark_send(
-        self, seq_id: SeqId, begin: int, compressed_remote_position_map: Sequence[int], receiver: Channel
-    ) -> None:
-        transfer_verbs.mark_send(self.parts, seq_id, begin, compressed_remote_position_map, receiver)
-
-    def disagg_receive(self, seq_id: SeqId, timeout: float | None = None) -> bool:
-        return transfer_verbs.receive(self.parts, seq_id, timeout)
-
-    def disagg_wait(self, seq_id: SeqId, timeout: float | None = None) -> None:
-        transfer_verbs.wait(self.parts, seq_id, timeout)
-
-    def disagg_cancel(self, seq_id: SeqId) -> None:
-        transfer_verbs.cancel(self.parts, seq_id)
+    disagg_prepare_recv = of_parts(transfer_verbs.disagg_prepare_recv)
+    disagg_mark_send = of_parts(transfer_verbs.disagg_mark_send)
+    disagg_receive = of_parts(transfer_verbs.disagg_receive)
+    disagg_wait = of_parts(transfer_verbs.disagg_wait)
+    disagg_cancel = of_parts(transfer_verbs.disagg_cancel)
 
     # -- layers ------------------------------------------------------------------------------------
 
@@ -576,11 +506,8 @@ class State:
     def recurrent_ids(self) -> tuple[int, ...]:
         return self.parts.recurrent_ids
 
-    def layer_spec(self, layer_id: int) -> LayerSpec:
-        return self.parts.layer_spec(layer_id)
-
-    def own_spec(self, layer_id: int) -> LayerSpec:
-        return self.parts.own_spec(layer_id)
+    layer_spec = of_parts(StateParts.layer_spec)
+    own_spec = of_parts(StateParts.own_spec)
 
     @cached_property
     def geometry(self) -> StateGeometry:
@@ -677,28 +604,18 @@ class State:
     def held(self, seq_id: SeqId, layer_id: int) -> list[range]:
         return self.sequences.held(seq_id, self.parts.layer(layer_id).class_index)
 
-    def held_pages(self, seq_ids: Sequence[SeqId]) -> list[SequencePages]:
-        return [state_room.held_pages(self.parts, seq_id) for seq_id in seq_ids]
-
-    def page_table(self, seq_id: SeqId) -> NDArray[np.int32]:
-        return state_room.page_table(self.parts, seq_id)
-
-    def sequence_use(self, seq_id: SeqId) -> SequenceUse:
-        return state_room.sequence_use(self.parts, seq_id)
-
-    def sequence_pages(self, seq_id: SeqId) -> Holding:
-        return state_room.sequence_pages(self.parts, seq_id)
-
-    def sequence_states(self, seq_id: SeqId) -> Holding:
-        return state_room.sequence_states(self.parts, seq_id)
+    held_pages = of_parts(state_room.held_pages)
+    page_table = of_parts(state_room.page_table)
+    sequence_use = of_parts(state_room.sequence_use)
+    sequence_pages = of_parts(state_room.sequence_pages)
+    sequence_states = of_parts(state_room.sequence_states)
 
     def num_shared_pages(self) -> int:
         encoders = self.parts.encoders
         shared = 0 if encoders is None else encoders.table.num_shared
         return sum(int((pool.references > 1).sum()) for pool in self.sequences.pools) + shared
 
-    def num_needed(self, seq_ids: Collection[SeqId], *, with_kept: Collection[SeqId] = ()) -> int:
-        return state_room.num_needed(self.parts, seq_ids, with_kept=with_kept)
+    num_needed = of_parts(state_room.num_needed)
 
     def pages_held(self, seq_ids: Collection[SeqId], kept: Collection[SeqId] = ()) -> list[int]:
         recurrent = self.parts.recurrent
@@ -707,47 +624,21 @@ class State:
 
     # -- room --------------------------------------------------------------------------------------
 
-    def num_available_pages(self) -> int:
-        return state_room.num_available_pages(self.parts)
-
-    def missing_pages(
-        self,
-        seq_ids: Sequence[SeqId],
-        append_lengths: Sequence[int],
-        token_tree_parents: TokenTreeParents | None = None,
-    ) -> int:
-        return state_room.missing_pages(self.parts, seq_ids, append_lengths, token_tree_parents)
-
-    def page_shortage(
-        self,
-        seq_ids: Sequence[SeqId],
-        append_lengths: Sequence[int],
-        token_tree_parents: TokenTreeParents | None = None,
-    ) -> Shortage:
-        return state_room.page_shortage(self.parts, seq_ids, append_lengths, token_tree_parents)
-
-    def full_page_shortage(self, seq_ids: Sequence[SeqId], append_lengths: Sequence[int]) -> Shortage:
-        return state_room.full_page_shortage(self.parts, seq_ids, append_lengths)
-
-    def shortage_in_steps(self, seq_ids: Sequence[SeqId], append_lengths: Sequence[int], most: int) -> int:
-        return state_room.shortage_in_steps(self.parts, seq_ids, append_lengths, most)
+    num_available_pages = of_parts(state_room.num_available_pages)
+    missing_pages = of_parts(state_room.missing_pages)
+    page_shortage = of_parts(state_room.page_shortage)
+    full_page_shortage = of_parts(state_room.full_page_shortage)
+    shortage_in_steps = of_parts(state_room.shortage_in_steps)
 
     def free_pages(self, without: Collection[SeqId] = ()) -> list[int]:
         recurrent = self.parts.recurrent
         states = [] if recurrent is None else [recurrent.table.num_available_without(without)]
         return [*self.sequences.num_free_without(without), *states]
 
-    def shares_tail(self, seq_id: SeqId) -> bool:
-        return state_room.shares_tail(self.parts, seq_id)
-
-    def pages_freed(self, seq_id: SeqId, child_id: SeqId) -> int:
-        return state_room.pages_freed(self.parts, seq_id, child_id)
-
-    def pages_at_most(self, length: int, window: tuple[int, int] | None, step: int) -> list[int]:
-        return state_room.pages_at_most(self.parts, length, window, step)
-
-    def largest_step(self, window: int, sink: int) -> int:
-        return state_room.largest_step(self.parts, window, sink)
+    shares_tail = of_parts(state_room.shares_tail)
+    pages_freed = of_parts(state_room.pages_freed)
+    pages_at_most = of_parts(state_room.pages_at_most)
+    largest_step = of_parts(state_room.largest_step)
 
     def states_freed(self, seq_id: SeqId) -> int:
         recurrent = self.parts.recurrent

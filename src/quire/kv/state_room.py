@@ -113,7 +113,11 @@ def page_table(state: StateParts, seq_id: SeqId) -> NDArray[np.int32]:
     return sequence.tables[first].pages.copy()
 
 
-def held_pages(state: StateParts, seq_id: SeqId) -> SequencePages:
+def held_pages(state: StateParts, seq_ids: Sequence[SeqId]) -> list[SequencePages]:
+    return [_held_pages(state, seq_id) for seq_id in seq_ids]
+
+
+def _held_pages(state: StateParts, seq_id: SeqId) -> SequencePages:
     sequence = state.sequences.get(seq_id)
     tables = [table.pages.copy() for table in sequence.tables]
     if state.encoders is not None:
