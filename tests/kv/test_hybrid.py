@@ -580,6 +580,30 @@ def test_get_set_and_publish() -> None:
     assert float(state.debug_get(0, 0, 0, position=1).unique()) == 2
 
 
+@pytest.mark.parametrize("close", ["end_forward", "abort_forward", "clear"])
+def test_a_pass_ends_with_its_forward(close: str) -> None:
+    """Its slots may have another owner by then; also while the next forward is open."""
+    state = make("recurrent")
+    state.add_sequence(0)
+    state.begin_forward([0], [1])
+    outputs(state, "recurrent", [5])
+    opened, given = state.open_pass(), inputs(0, [5])
+    getattr(state, close)()
+    if not state.has_sequence(0):
+        state.add_sequence(0)
+    gates = {"log_decay": given["decay"], "beta_TH": given["beta"]}
+    for again in (False, True):
+        if again:
+            state.begin_forward([0], [1])
+        for call in (
+            lambda: opened.convolve(0, 0, given["x"], given["weight"]),
+            lambda: opened.linear_attention(0, 1, given["q"], given["k"], given["v"], **gates),
+            lambda: opened.recurrent_parts(0),
+        ):
+            with pytest.raises(FailedPrecondition, match="this forward is over"):
+                call()
+
+
 def test_linear_attention_examples() -> None:
     spec = Recurrent(states=(StateTensor(shape=(1, 1, 1), dtype="float32"),))
     state = contract([spec, spec], num_states=8, recurrence=ReferenceRecurrence())

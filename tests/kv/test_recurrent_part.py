@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from torch import Tensor
 
-from quire.base.errors import FailedPrecondition, InvalidArgument, QuireError, ResourceExhausted
+from quire.base.errors import InvalidArgument, QuireError, ResourceExhausted
 from quire.contracts.layers import Recurrent, StateTensor
 from quire.kv.recurrent import RecurrentPart, RecurrentPass, RecurrentStorage, bytes_per_state
 from quire.kv.recurrent_states import NULL
@@ -98,11 +98,6 @@ def test_bytes() -> None:
 
 def test_arguments_of_a_part() -> None:
     for message, make in (
-        ("num_slots 0", lambda: part(0)),
-        ("ring -1", lambda: part(ring=-1)),
-        ("checkpoint_interval -1", lambda: part(interval=-1)),
-        ("2 recurrent layers with ids", lambda: part(ids=[1])),
-        ("2 recurrent layers with ids", lambda: part(ids=[1, 1])),
         ("layer 2 has no states", lambda: part(specs=[Recurrent(states=()), SPECS[1]])),
         (
             "sizes of at least 1 are needed",
@@ -170,8 +165,6 @@ def test_set_takes_the_last_call_and_unset_keeps_its_state() -> None:
     assert state.debug_get(HASHED, 0, 1).tolist() == [5, 6]
     assert state.debug_get(MIXER, 1, 1).tolist() == [[[1, 1], [1, 1]]]
     assert state.debug_get(HASHED, 0, 1, position=2).tolist() == [5, 6]
-    with pytest.raises(FailedPrecondition, match=r"no state at position 1; there is one at \[0, 2, 3\]"):
-        state.debug_get(HASHED, 0, 1, position=1)
 
 
 def test_get_for_each_token_of_a_tree() -> None:
@@ -245,27 +238,6 @@ def test_a_completed_forward_may_go_on() -> None:
     assert state.debug_get(HASHED, 0, 1).tolist() == [8, 9]
 
 
-def test_a_pass_ends_with_its_forward() -> None:
-    state = part()
-    state.table.add(1)
-    for close in (lambda: end(state), state.abort, state.clear, state.table.clear):
-        if 1 not in state.table:
-            state.table.add(1)
-        opened = begin(state, [1], [1])
-        close()
-        for call in (
-            lambda opened=opened: opened.get(HASHED, 0),
-            lambda opened=opened: opened.set(HASHED, 0, torch.zeros(1, 2, dtype=torch.int64)),
-            lambda opened=opened: run_mixer(opened, torch.ones(1)),
-        ):
-            with pytest.raises(FailedPrecondition, match="this forward is over"):
-                call()
-        for verb in (state.abort, state.complete, state.publish):
-            with pytest.raises(FailedPrecondition, match="no forward is open"):
-                verb()
-        state.table.check()
-
-
 def test_refused_arguments_of_a_forward() -> None:
     state = part()
     state.table.add(1)
@@ -274,9 +246,6 @@ def test_refused_arguments_of_a_forward() -> None:
     whole = torch.zeros(1, 2, dtype=torch.int64)
     for message, call in (
         (r"layer 3; the recurrent layers are \[2, 5\]", lambda: opened.get(3, 0)),
-        ("layer 2 has states 0..1; 2 is none", lambda: opened.get(MIXER, 2)),
-        ("-1 is none", lambda: opened.get(MIXER, -1)),
-        ("True is none", lambda: opened.get(MIXER, True)),
         (r"torch.int64 \(1, 2\) on cpu is needed", lambda: opened.set(HASHED, 0, whole.float())),
         (r"torch.int64 \(1, 2\) on cpu is needed", lambda: opened.set(HASHED, 0, whole[0])),
         (r"torch.int64 \(2, 2\) on cpu is needed", lambda: opened.set(HASHED, 0, whole, per_token=True)),
@@ -384,9 +353,6 @@ def test_debug_set_changes_this_sequence_only() -> None:
     state.table.add(3)
     state.debug_set(HASHED, 0, 3, torch.tensor([1, 1]))
     assert state.debug_get(MIXER, 1, 3).tolist() == [[[1, 1], [1, 1]]]
-    for data in (torch.zeros(2), torch.zeros(1, 2, dtype=torch.int64)):
-        with pytest.raises(InvalidArgument, match="debug_set: data is"):
-            state.debug_set(HASHED, 0, 1, data)
 
 
 def test_debug_set_without_room() -> None:
@@ -414,21 +380,10 @@ def test_export_and_import() -> None:
     with pytest.raises(ResourceExhausted, match="prepare_import: 5 state slots are needed and 4 of 4 are free"):
         other.table.import_states(9, 5, [1, 2, 4, 5])
     other.table.import_states(9, 5, [2, 4, 5])
-    for name, damaged in (
-        ("names", {**groups[HASHED], "state.1": torch.zeros(2)}),
-        ("missing", {"state.0": groups[HASHED]["state.0"]}),
-        ("shape", {**groups[HASHED], "state.0@2": torch.zeros(3, dtype=torch.int64)}),
-        ("dtype", {**groups[HASHED], "state.0": torch.zeros(2)}),
-    ):
-        with pytest.raises(InvalidArgument, match="import_page_group"):
-            other.import_group(9, HASHED, damaged)
-        assert name
     for layer, tensors in groups.items():
         other.import_group(9, layer, tensors)
     other.table.finish_import(9)
     other.table.check()
-    with pytest.raises(FailedPrecondition, match="not being imported"):
-        other.import_group(9, HASHED, groups[HASHED])
     assert other.table.kept(9) == [2, 4, 5]
     for position in (None, 2, 4, 5):
         assert values_of(other, 9, position) == values_of(state, 1, position)
@@ -677,17 +632,6 @@ class Machine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.settled())
     @rule(data=st.data())
-    def going_where_nothing_is(self, data: st.DataObject) -> None:
-        seq_id, one = self.chosen(data)
-        missing = sorted(set(range(one.length)) - set(one.positions()))
-        if missing:
-            position = data.draw(st.sampled_from(missing), "position")
-            self.refused(FailedPrecondition, lambda: self.state.table.pop(seq_id, position))
-            self.refused(FailedPrecondition, lambda: self.state.table.fork(seq_id, self.next_id, position))
-            self.refused(FailedPrecondition, lambda: self.state.debug_get(HASHED, 0, seq_id, position))
-
-    @precondition(lambda self: self.settled())
-    @rule(data=st.data())
     def keep(self, data: st.DataObject) -> None:
         seq_id, one = self.chosen(data)
         self.state.table.keep(seq_id)
@@ -708,8 +652,6 @@ class Machine(RuleBasedStateMachine):
             self.state.table.drop(seq_id, position)
             del one.kept[position]
             self.did("drop")
-        else:
-            self.refused(InvalidArgument, lambda: self.state.table.drop(seq_id, position))
 
     @precondition(lambda self: self.settled())
     @rule(data=st.data(), number=st.integers(0, 1000))
@@ -955,7 +897,7 @@ def run_machine(examples: int, steps: int, *, derandomize: bool) -> None:
     )
     assert set(Machine.done) >= {
         *("add", "remove", "fork", "pop", "keep", "drop", "debug_set", "chains", "tree", "commit", "abort"),
-        *("FailedPrecondition", "InvalidArgument", "ResourceExhausted"),
+        "ResourceExhausted",
     }
 
 

@@ -169,8 +169,8 @@ class RecurrentPart(Part):
     """Recurrent layers of a KV state: bookkeeping (``table``), slots (``storage``), open forward.
 
     ``specs``: the layers, with the global ids ``layer_ids``. ``num_slots``: states that fit in all,
-    of present ones, checkpoints and rings. ``ring``, ``interval``: see ``RecurrentTable``. The
-    caller checks ids, lengths, tree parents and the bracket; layers and tensors are checked here.
+    of present ones, checkpoints and rings. ``ring``, ``interval``: see ``RecurrentTable``. Verbs of
+    the state check all arguments and the bracket; those of a pass are checked here.
     """
 
     def __init__(
@@ -189,15 +189,6 @@ class RecurrentPart(Part):
     ) -> None:
         """``division``: the ranks that hold the layers; None: all are here. ``whole``: the layers
         with all heads, if ranks divide them."""
-        if len(specs) != len(layer_ids) or len(set(layer_ids)) != len(layer_ids):
-            raise InvalidArgument(f"{len(specs)} recurrent layers with ids {list(layer_ids)}; give each its own id")
-        for name, given, least in (
-            ("num_slots", num_slots, 1),
-            ("ring", ring, 0),
-            ("checkpoint_interval", interval, 0),
-        ):
-            if given < least:
-                raise InvalidArgument(f"{name} {given}; at least {least} is needed")
         for layer_id, spec in zip(layer_ids, specs, strict=True):
             if not spec.states:
                 raise InvalidArgument(f"layer {layer_id} has no states; at least one is needed")
@@ -238,12 +229,9 @@ class RecurrentPart(Part):
 
     def tensor(self, layer_id: int, state_id: int) -> tuple[int, StateTensor]:
         """Return the layer's index and the state tensor, with the heads that are here;
-        ``InvalidArgument`` for unknown ids."""
+        ``InvalidArgument`` for an unknown layer."""
         layer = self.layer(layer_id)
-        states = self.specs[layer].states
-        if isinstance(state_id, bool) or state_id not in range(len(states)):
-            raise InvalidArgument(f"layer {layer_id} has states 0..{len(states) - 1}; {state_id!r} is none")
-        return layer, states[state_id]
+        return layer, self.specs[layer].states[state_id]
 
     # -- the bracket -------------------------------------------------------------------------------
 
@@ -276,22 +264,19 @@ class RecurrentPart(Part):
     def complete(self) -> None:
         """Write the states that no layer has written: state tensors that were not set keep their
         state. The forward stays open; after further writes this is to be called again."""
-        self._open_pass().complete()
+        assert self.current_pass is not None
+        self.current_pass.complete()
 
     def publish(self) -> None:
         """Make the new states count, after ``complete``. Moves no tensor."""
-        self.table.publish(inside=self._open_pass().inside_known)
+        assert self.current_pass is not None
+        self.table.publish(inside=self.current_pass.inside_known)
         self.current_pass = None
 
     def abort(self) -> None:
         """Restore all states as before ``open``, less what rings have given up for it."""
         self.table.abort()
         self.current_pass = None
-
-    def _open_pass(self) -> RecurrentPass:
-        if self.current_pass is None or not self.current_pass.is_open:
-            raise FailedPrecondition("no forward is open; call begin_forward first")
-        return self.current_pass
 
     # -- sequences ---------------------------------------------------------------------------------
 
@@ -328,20 +313,13 @@ class RecurrentPart(Part):
     # -- reading from outside ----------------------------------------------------------------------
 
     def debug_get(self, layer_id: int, state_id: int, seq_id: SeqId, position: int | None = None) -> Tensor:
-        """Return a copy ``[*shape]`` of the present state, or of the one kept at ``position``.
-        ``FailedPrecondition`` if none is."""
-        self.tensor(layer_id, state_id)
+        """Return a copy ``[*shape]`` of the present state, or of the one kept at ``position``."""
         slot = self.table.slot_at(seq_id, position)
-        if slot is None:
-            raise FailedPrecondition(
-                f"debug_get: sequence {seq_id} has no state at position {position!r}; there is one at {list(self.table.slots(seq_id))}"
-            )
         return self.take(layer_id, np.array([slot], dtype=np.int64))[str(state_id)][0]
 
     def debug_set(self, layer_id: int, state_id: int, seq_id: SeqId, data: Tensor) -> None:
         """Overwrite a tensor of this sequence's present state, no other. ``ResourceExhausted``."""
-        layer, _ = self.tensor(layer_id, state_id)
-        self.check_data("debug_set", self.whole_specs[layer].states[state_id], data, ())
+        layer = self.layer(layer_id)
         moved = self.table.own(seq_id)
         if moved is not None:
             source, target = (np.array([slot], dtype=np.int64) for slot in moved)
@@ -353,11 +331,6 @@ class RecurrentPart(Part):
                 data = self.division.part_of(slice, data[None], own, whole)[0]
             self.storage.write_one(layer, state_id, int(self.table.slots(seq_id)[self.table.position(seq_id)]), data)
 
-    def check_data(self, verb: str, tensor: StateTensor, data: Tensor, lead: tuple[int, ...]) -> None:
-        """Raise ``InvalidArgument`` unless ``data`` is ``[*lead, *shape]``, of the state tensor's
-        dtype and on the part's device."""
-        check_tensor(f"{verb}: data", data, dtype_of(tensor), (*lead, *tensor.shape), self.device)
-
     # -- exchange ----------------------------------------------------------------------------------
 
     def group_tensors(self, layer_id: int, kept: Iterable[int]) -> dict[str, StateTensor]:
@@ -368,32 +341,19 @@ class RecurrentPart(Part):
 
     def export(self, seq_id: SeqId, layer_id: int) -> dict[str, Tensor]:
         """Return a layer's present state and checkpoints, named as in ``group_tensors``; fresh."""
-        kept = self.table.kept(seq_id)
-        slots = np.array(self._held_slots(seq_id), dtype=np.int64)
-        rows = self.take(layer_id, slots).values()
-        names = self.group_tensors(layer_id, kept)
+        rows = self.take(layer_id, self._held_slots(seq_id)).values()
+        names = self.group_tensors(layer_id, self.table.kept(seq_id))
         return {name: row.clone() for name, row in zip(names, (row for rows_N in rows for row in rows_N), strict=True)}
 
-    def _held_slots(self, seq_id: SeqId) -> list[int]:
+    def _held_slots(self, seq_id: SeqId) -> Slots:
         """Return the slots of the present state and checkpoints, as in ``group_tensors``."""
-        found = (self.table.slot_at(seq_id, position) for position in (None, *self.table.kept(seq_id)))
-        return [NULL if slot is None else slot for slot in found]
+        positions = (None, *self.table.kept(seq_id))
+        return np.array([self.table.slot_at(seq_id, position) for position in positions], dtype=np.int64)
 
     def import_group(self, seq_id: SeqId, layer_id: int, tensors: Mapping[str, Tensor]) -> None:
-        """Write the tensors of one layer of a sequence that is being imported. ``InvalidArgument``
-        unless they are exactly the tensors of ``group_tensors``."""
-        kept = self.table.kept(seq_id)
-        if not self.table.importing(seq_id):
-            raise FailedPrecondition(
-                f"import_page_group: sequence {seq_id} is not being imported; call prepare_import first"
-            )
-        wanted = self.group_tensors(layer_id, kept)
-        if set(tensors) != set(wanted):
-            raise InvalidArgument(f"import_page_group: tensors {sorted(tensors)}; {sorted(wanted)} are needed")
-        for name, tensor in wanted.items():
-            self.check_data(f"import_page_group: {name}", tensor, tensors[name], ())
-        slots = np.array(self._held_slots(seq_id), dtype=np.int64)
-        rows = [tensors[name] for name in wanted]
+        """Write the tensors of ``group_tensors`` of a sequence that is being imported."""
+        slots = self._held_slots(seq_id)
+        rows = [tensors[name] for name in self.group_tensors(layer_id, self.table.kept(seq_id))]
         given = [rows[start : start + len(slots)] for start in range(0, len(rows), len(slots))]
         self.put(seq_id, layer_id, slots, given)
 
@@ -438,7 +398,8 @@ class RecurrentMemory:
 
 
 class RecurrentPass:
-    """The open forward of a ``RecurrentPart``: T rows, none padded, in the order of ``plan``."""
+    """The open forward of a ``RecurrentPart``: T rows, none padded, in the order of ``plan``. The
+    pass of the whole state, ``StatePass``, asks whether it is still open."""
 
     def __init__(self, part: RecurrentPart, opened: OpenRecurrent, memory: RecurrentMemory | None = None) -> None:
         """Open the pass. ``memory``: what it reads and writes; None: its own."""
@@ -467,16 +428,6 @@ class RecurrentPass:
     def _tensor(self, values: Slots | list[int]) -> Tensor:
         return uploaded(np.asarray(values, dtype=np.int64), self._part.device)
 
-    @property
-    def is_open(self) -> bool:
-        """Return whether its forward is still the open one."""
-        return self._part.table.forward is self._opened
-
-    def _require_open(self) -> None:
-        if not self.is_open:
-            # Its slots may belong to somebody else by now.
-            raise FailedPrecondition("this forward is over; take the pass of the open one")
-
     # -- recurrences -------------------------------------------------------------------------------
 
     def linear_attention(
@@ -488,7 +439,7 @@ class RecurrentPass:
         ``InvalidArgument`` unless the state tensor is float32 (or float64) ``[H, K, V]`` of the
         heads and sizes of k and v.
         """
-        layer, tensor = self.tensor(layer_id, state_id)
+        layer, tensor = self._part.tensor(layer_id, state_id)
         wanted = (*k_THK.shape[1:], v_THV.shape[-1])
         if tensor.shape != wanted or tensor.dtype not in ("float32", "float64"):
             raise InvalidArgument(
@@ -511,7 +462,7 @@ class RecurrentPass:
     ) -> Tensor:
         """Run ``RecurrenceBackend.convolve`` behind the inputs before this forward, ``[T, C]``;
         store the new state. ``InvalidArgument`` unless the state tensor is ``[W - 1, C]``."""
-        layer, tensor = self.tensor(layer_id, state_id)
+        layer, tensor = self._part.tensor(layer_id, state_id)
         wanted = (weight_CW.shape[1] - 1, x_TC.shape[-1])
         if tensor.shape != wanted:
             raise InvalidArgument(
@@ -532,7 +483,7 @@ class RecurrentPass:
         """Return the states of a layer for a call that computes all of them, and count them as
         written; None if the plan does not pass them on, or this forward has memory that keeps its
         place."""
-        layer, _ = self.tensor(layer_id, 0)
+        layer, _ = self._part.tensor(layer_id, 0)
         if self._keeps_place or not self._passes_on:
             return None
         states = range(len(self._part.specs[layer].states))
@@ -542,7 +493,6 @@ class RecurrentPass:
 
     def stack(self, layer_ids: tuple[int, ...]) -> StackStates | None:
         """Return the same of several layers that one call runs."""
-        self._require_open()
         if self._keeps_place or not self._passes_on:
             return None
         stack = self._part.stack(layer_ids)
@@ -552,12 +502,6 @@ class RecurrentPass:
     @cached_property
     def _passes_on(self) -> bool:
         return self.plan.passes_on
-
-    def tensor(self, layer_id: int, state_id: int) -> tuple[int, StateTensor]:
-        """Return ``RecurrentPart.tensor``, of the open forward only."""
-        found = self._part.tensor(layer_id, state_id)
-        self._require_open()
-        return found
 
     def _check_rows(self, verb: str, *tensors: Tensor) -> None:
         if any(one.shape[0] != self.plan.num_rows for one in tensors):
@@ -578,7 +522,7 @@ class RecurrentPass:
         """Return the state before this forward, ``[B, *shape]``, fresh; ``per_token``:
         ``[T, *shape]``, of each row's predecessor if that is older than the forward, else 0."""
         self._require_own_memory("get", layer_id, state_id)
-        layer, tensor = self.tensor(layer_id, state_id)
+        layer, tensor = self._part.tensor(layer_id, state_id)
         storage = self._part.storage
         if not per_token:
             return storage.read(layer, state_id, self._opened.need.present)
@@ -595,12 +539,12 @@ class RecurrentPass:
         self._require_own_memory("set", layer_id, state_id)
         layer, tensor = self._part.tensor(layer_id, state_id)
         need = self._opened.need
-        self._part.check_data("set", tensor, data, (self.plan.num_rows if per_token else len(need.counts),))
+        rows = self.plan.num_rows if per_token else len(need.counts)
+        check_tensor("set: data", data, dtype_of(tensor), (rows, *tensor.shape), self._part.device)
         if not per_token and not need.chains:
             raise InvalidArgument(
                 "set: the batch has a token tree; give the state after every token with per_token=True"
             )
-        self._require_open()
         storage = self._part.storage
         if per_token:
             storage.write(layer, state_id, self._targets_M, data[self._tensor(need.wanted)])
