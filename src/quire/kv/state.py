@@ -611,9 +611,8 @@ class State:
     sequence_states = of_parts(state_room.sequence_states)
 
     def num_shared_pages(self) -> int:
-        encoders = self.parts.encoders
-        shared = 0 if encoders is None else encoders.table.num_shared
-        return sum(int((pool.references > 1).sum()) for pool in self.sequences.pools) + shared
+        encoders = [] if self.parts.encoders is None else [self.parts.encoders.table.pool]
+        return sum(int((pool.references > 1).sum()) for pool in (*self.sequences.pools, *encoders))
 
     num_needed = of_parts(state_room.num_needed)
 
