@@ -316,7 +316,7 @@ def test_layers_without_fused_attention() -> None:
     state = make("both", backend=SdpaAttention())
     fuses = state.state.parts.paged.backend.fuses
     assert state.unfused_layers() == [
-        layer for layer, spec in enumerate(state.state.parts.paged.specs) if not fuses(spec, torch.device("cpu"))
+        layer for layer, spec in state.state.parts.paged.specs.items() if not fuses(spec, torch.device("cpu"))
     ]
     assert make("recurrent").unfused_layers() == []
 

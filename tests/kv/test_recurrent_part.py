@@ -28,20 +28,12 @@ MATRIX = StateTensor(shape=(1, 2, 2), dtype="float32", initial=1.0)
 HASH = StateTensor(shape=(2,), dtype="int64", initial=7.0)
 MIXER, HASHED = 2, 5
 """Layer ids."""
-SPECS = [Recurrent(states=(CONV, MATRIX)), Recurrent(states=(HASH,))]
+SPECS = {MIXER: Recurrent(states=(CONV, MATRIX)), HASHED: Recurrent(states=(HASH,))}
 WEIGHT_CW = torch.tensor([[1.0, -2.0, 3.0]])
 
 
-def part(
-    num_slots: int = 16, *, specs: list[Recurrent] | None = None, ids: list[int] | None = None, **more: Any
-) -> RecurrentPart:
-    return RecurrentPart(
-        SPECS if specs is None else specs,
-        [MIXER, HASHED] if ids is None else ids,
-        num_slots=num_slots,
-        backend=ReferenceRecurrence(),
-        **more,
-    )
+def part(num_slots: int = 16, *, specs: dict[int, Recurrent] = SPECS, **more: Any) -> RecurrentPart:
+    return RecurrentPart(specs, num_slots=num_slots, backend=ReferenceRecurrence(), **more)
 
 
 def begin(
@@ -60,7 +52,7 @@ def end(state: RecurrentPart) -> None:
 
 
 def test_storage_reads_what_was_written_and_initial_values() -> None:
-    storage = RecurrentStorage(SPECS, 4, CPU)
+    storage = RecurrentStorage(dict(enumerate(SPECS.values())), 4, CPU)
     rows = torch.tensor([[1, 2], [3, 4]])
     storage.write(1, 0, torch.tensor([3, 0]), rows)
     found = storage.read(1, 0, np.array([0, NULL, 3, 0]))
@@ -73,7 +65,8 @@ def test_storage_reads_what_was_written_and_initial_values() -> None:
 def test_storage_copies_whole_slots_of_all_layers() -> None:
     """Three layers of one geometry are one tensor; one differs in its initial value."""
     wide = StateTensor(shape=(2,), dtype="int64", initial=-3.0)
-    storage = RecurrentStorage([*SPECS, Recurrent(states=(HASH, wide)), Recurrent(states=(HASH,))], 5, CPU)
+    specs = [*SPECS.values(), Recurrent(states=(HASH, wide)), Recurrent(states=(HASH,))]
+    storage = RecurrentStorage(dict(enumerate(specs)), 5, CPU)
     every = [(0, 0), (0, 1), (1, 0), (2, 0), (2, 1), (3, 0)]
     assert len(storage._groups) == 4
     for number, (layer, state) in enumerate(every, start=1):
@@ -91,21 +84,21 @@ def test_storage_copies_whole_slots_of_all_layers() -> None:
 
 
 def test_bytes() -> None:
-    assert bytes_per_state(SPECS) == 2 * 4 + 4 * 4 + 2 * 8
-    assert part(7).storage.num_bytes == 7 * bytes_per_state(SPECS)
+    assert bytes_per_state(SPECS.values()) == 2 * 4 + 4 * 4 + 2 * 8
+    assert part(7).storage.num_bytes == 7 * bytes_per_state(SPECS.values())
     assert bytes_per_state([Recurrent(states=(StateTensor(shape=(3, 5), dtype="bfloat16"),))]) == 30
 
 
 def test_arguments_of_a_part() -> None:
     for message, make in (
-        ("layer 2 has no states", lambda: part(specs=[Recurrent(states=()), SPECS[1]])),
+        ("layer 2 has no states", lambda: part(specs={MIXER: Recurrent(states=())})),
         (
             "sizes of at least 1 are needed",
-            lambda: part(specs=[SPECS[0], Recurrent(states=(StateTensor(shape=(0,), dtype="float32"),))]),
+            lambda: part(specs={0: Recurrent(states=(StateTensor(shape=(0,), dtype="float32"),))}),
         ),
         (
             "dtype 'complex64'; one of",
-            lambda: part(specs=[SPECS[0], Recurrent(states=(StateTensor(shape=(1,), dtype="complex64"),))]),
+            lambda: part(specs={0: Recurrent(states=(StateTensor(shape=(1,), dtype="complex64"),))}),
         ),
     ):
         with pytest.raises(InvalidArgument, match=message):
@@ -123,7 +116,7 @@ def test_example_of_get_and_set() -> None:
             StateTensor(shape=(32, 32), dtype="float32", initial=1.0),
         )
     )
-    state = part(8, specs=[spec], ids=[0])
+    state = part(8, specs={0: spec})
     for seq_id in range(3):
         state.table.add(seq_id)
     opened = begin(state, [0, 2], [1, 1])
@@ -269,7 +262,7 @@ def test_refused_arguments_of_a_forward() -> None:
 
 def test_example_of_linear_attention() -> None:
     spec = Recurrent(states=(StateTensor(shape=(1, 1, 1), dtype="float32"),))
-    state = part(specs=[spec], ids=[0])
+    state = part(specs={0: spec})
 
     def column(*values: float) -> Tensor:
         return torch.tensor(values, dtype=torch.float32).view(-1, 1, 1)

@@ -51,7 +51,7 @@ def get_layout(state: StateParts) -> dict[str, Any]:
                     for one in spec.states
                 ],
             }
-            for layer, spec in zip(state.recurrent.layer_ids, state.recurrent.whole_specs, strict=True)
+            for layer, spec in state.recurrent.whole_specs.items()
         ]
     found["layers"] = [layer_metadata(spec, state.paged.format) for spec in state.whole_specs.values()]
     return found
@@ -97,7 +97,7 @@ def describe(
         "length": length,
         "held": [
             {
-                "layers": [state.paged.layer_ids[layer] for layer in one.layers],
+                "layers": list(one.layers),
                 "ranges": [[part.start, part.stop] for part in parts],
             }
             for one, parts in zip(state.paged.classes, held, strict=True)
@@ -140,7 +140,7 @@ def export_page_group(
     ``latent [n, row]``.
     ``FailedPrecondition`` for a cross layer that is not set."""
     part = state.recurrent
-    recurrent = part is not None and group in part.layer_ids
+    recurrent = part is not None and group in part.specs
     if not recurrent:
         state.spec(group)
     state.sequences.get(seq_id)
@@ -218,7 +218,7 @@ def groups_of(state: StateParts, rows: Mapping[int, int], kept: Iterable[int]) -
             found[layer] = group_plan(spec, rows[layer], state.paged.format)
     if state.recurrent is not None:
         kept = list(kept)
-        for layer in state.recurrent.layer_ids:
+        for layer in state.recurrent.specs:
             found[layer] = recurrent_plan(state.recurrent, layer, kept)
     return dict(sorted(found.items()))
 
@@ -233,7 +233,7 @@ def rows_of(state: StateParts, seq_id: SeqId) -> dict[int, int]:
     found: dict[int, int] = {}
     for index, one in enumerate(state.paged.classes):
         held_rows = sum(map(len, state.sequences.held(seq_id, index)))
-        found |= dict.fromkeys((state.paged.layer_ids[layer] for layer in one.layers), held_rows)
+        found |= dict.fromkeys(one.layers, held_rows)
     if state.encoders is not None and (encoding := state.encoders.table.get(seq_id)) is not None:
         found |= encoding.rows
     return found

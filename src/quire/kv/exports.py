@@ -83,7 +83,7 @@ class SequenceExport:
         if layer in self.state.stored_specs:
             raise Unsupported(f"states: layer {layer} keeps rows and no state of fixed size; call rows")
         part = self.state.recurrent_part("states")
-        part.layer(layer)
+        part.layer(layer)  # InvalidArgument for an unknown one
         if position not in self.slots:
             raise InvalidArgument(f"states: position {position}; there are states at {self.positions}")
         slot = np.array([self.slots[position]], dtype=np.int64)

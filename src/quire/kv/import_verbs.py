@@ -147,7 +147,7 @@ def _check_parent(state: StateParts, parent: SeqId | None, shared: int) -> None:
 def import_page_group(state: StateParts, seq_id: SeqId, group: int, tensors: Mapping[str, Tensor]) -> None:
     part, verb = state.recurrent, "import_page_group"
     started = state.imports.get(seq_id)
-    if part is not None and group in part.layer_ids:
+    if part is not None and group in part.specs:
         state.sequences.get(seq_id)
         plan = recurrent_plan(part, group, part.table.kept(seq_id))
     else:
@@ -308,7 +308,7 @@ def check_imports(state: StateParts) -> None:
     for seq_id, started in state.imports.items():
         with started.lock:  # Another thread may be writing rows.
             missing = dict(started.missing)
-        for layer in missing.keys() & set(state.paged.layer_ids):
+        for layer in missing.keys() & state.paged.specs.keys():
             index = state.layer(layer).class_index
             own, pool = started.pages[index], state.sequences.pools[index]
             table = state.sequences.get(seq_id).tables[index].pages[: own.size]

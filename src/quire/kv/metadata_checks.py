@@ -136,7 +136,7 @@ def _validate_windows(state: StateParts, given: Mapping[str, Any], length: int) 
     accepted = [0] if window is None else [0, max(0, length - window.size)]
     if evicted not in accepted:
         raise InvalidArgument(f"import: evicted {evicted!r} found, one of {accepted} expected")
-    items, mine = given["held"], [[state.paged.layer_ids[layer] for layer in one.layers] for one in state.paged.classes]
+    items, mine = given["held"], [list(one.layers) for one in state.paged.classes]
     if [one["layers"] for one in items] != mine:
         raise InvalidArgument(f"import: held {items!r} found; one item for each of the layers {mine} expected")
     sink = window.sink if window else 0

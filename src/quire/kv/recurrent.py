@@ -46,7 +46,7 @@ from quire.kv.sequences import Sequence as Tokens
 from quire.kv.storage import allocate, check_tensor, copy_rows
 
 
-def bytes_per_state(specs: Sequence[Recurrent]) -> int:
+def bytes_per_state(specs: Iterable[Recurrent]) -> int:
     """Return the bytes of one state slot of these layers."""
     return sum(math.prod(one.shape) * dtype_of(one).itemsize for spec in specs for one in spec.states)
 
@@ -88,18 +88,19 @@ class RecurrentStorage:
 
     def __init__(
         self,
-        specs: Sequence[Recurrent],
+        specs: Mapping[int, Recurrent],
         num_slots: int,
         device: torch.device,
         *,
         padding: bool = False,
         absent: Collection[int] = (),
     ) -> None:
-        """Take memory for ``num_slots`` slots; ``padding``, ``absent``: see ``PagedStorage``."""
+        """Take memory for ``num_slots`` slots of these layers, by id; ``padding``, ``absent``: see
+        ``PagedStorage``."""
         self.num_slots = num_slots
         self.device = device
         groups: dict[StateTensor, list[tuple[int, int]]] = {}
-        for layer, spec in enumerate(specs):
+        for layer, spec in specs.items():
             for state, tensor in enumerate(spec.states if layer not in absent else ()):
                 groups.setdefault(tensor, []).append((layer, state))
         self.initial = num_slots + padding
@@ -168,15 +169,14 @@ class RecurrentStorage:
 class RecurrentPart(Part):
     """Recurrent layers of a KV state: bookkeeping (``table``), slots (``storage``), open forward.
 
-    ``specs``: the layers, with the global ids ``layer_ids``. ``num_slots``: states that fit in all,
-    of present ones, checkpoints and rings. ``ring``, ``interval``: see ``RecurrentTable``. Verbs of
-    the state check all arguments and the bracket; those of a pass are checked here.
+    ``specs``: the layers by id, ascending. ``num_slots``: states that fit in all, of present ones,
+    checkpoints and rings. ``ring``, ``interval``: see ``RecurrentTable``. Verbs of the state check
+    all arguments and the bracket; those of a pass are checked here.
     """
 
     def __init__(
         self,
-        specs: Sequence[Recurrent],
-        layer_ids: Sequence[int],
+        specs: Mapping[int, Recurrent],
         *,
         num_slots: int,
         ring: int = 4,
@@ -185,53 +185,43 @@ class RecurrentPart(Part):
         backend: RecurrenceBackend,
         padding: bool = False,
         division: DividedRows | None = None,
-        whole: Sequence[Recurrent] = (),
+        whole: Mapping[int, Recurrent] | None = None,
     ) -> None:
         """``division``: the ranks that hold the layers; None: all are here. ``whole``: the layers
         with all heads, if ranks divide them."""
-        for layer_id, spec in zip(layer_ids, specs, strict=True):
+        for layer_id, spec in specs.items():
             if not spec.states:
                 raise InvalidArgument(f"layer {layer_id} has no states; at least one is needed")
-        self.specs = list(specs)
-        self.whole_specs = list(whole) or self.specs
+        self.specs = dict(specs)
+        self.whole_specs = dict(whole or specs)
         """``specs`` with the heads of all ranks, as files and callers see them."""
-        self.layer_ids = list(layer_ids)
         self.device = torch.device(device)
         self.backend = backend
         # ``isinstance`` of a protocol looks at all of its members: too slow for each layer.
         self.pooled = backend if isinstance(backend, PooledRecurrence) else None
         """The backend, if it computes on states where they are stored."""
         self.division = division
-        others = () if division is None else division.absent
-        absent = [index for index, layer_id in enumerate(layer_ids) if layer_id in others]
+        absent = () if division is None else division.absent
         self.storage = RecurrentStorage(self.specs, num_slots, self.device, padding=padding, absent=absent)
         self.table = RecurrentTable(num_slots, ring=ring, interval=interval)
         self.current_pass: RecurrentPass | None = None
         """The open forward."""
-        self._indices = {layer_id: index for index, layer_id in enumerate(layer_ids)}
         self._stack: PoolStack | None = None
 
     def stack(self, layer_ids: tuple[int, ...]) -> PoolStack:
         """Return the pools of layers that run one after the other; ``InvalidArgument`` for an
         unknown id."""
         if self._stack is None or self._stack.layer_ids is not layer_ids:
-            layers = [self.layer(layer_id) for layer_id in layer_ids]
-            members = [[(layer, state) for state in range(len(self.specs[layer].states))] for layer in layers]
+            members = [[(layer, state) for state in range(len(self.layer(layer).states))] for layer in layer_ids]
             pools = tuple(tuple(self.storage.rows_S[one] for one in states) for states in members)
             self._stack = PoolStack(layer_ids, tuple(one for states in members for one in states), StackPools(pools))
         return self._stack
 
-    def layer(self, layer_id: int) -> int:
-        """Return the index of a layer; ``InvalidArgument`` for an unknown id."""
-        if layer_id not in self._indices:
-            raise InvalidArgument(f"layer {layer_id!r}; the recurrent layers are {self.layer_ids}")
-        return self._indices[layer_id]
-
-    def tensor(self, layer_id: int, state_id: int) -> tuple[int, StateTensor]:
-        """Return the layer's index and the state tensor, with the heads that are here;
-        ``InvalidArgument`` for an unknown layer."""
-        layer = self.layer(layer_id)
-        return layer, self.specs[layer].states[state_id]
+    def layer(self, layer_id: int) -> Recurrent:
+        """Return a layer, with the heads that are here; ``InvalidArgument`` for an unknown id."""
+        if layer_id not in self.specs:
+            raise InvalidArgument(f"layer {layer_id!r}; the recurrent layers are {list(self.specs)}")
+        return self.specs[layer_id]
 
     # -- the bracket -------------------------------------------------------------------------------
 
@@ -319,23 +309,22 @@ class RecurrentPart(Part):
 
     def debug_set(self, layer_id: int, state_id: int, seq_id: SeqId, data: Tensor) -> None:
         """Overwrite a tensor of this sequence's present state, no other. ``ResourceExhausted``."""
-        layer = self.layer(layer_id)
         moved = self.table.own(seq_id)
         if moved is not None:
             source, target = (np.array([slot], dtype=np.int64) for slot in moved)
             self.storage.copy(source, target)
-        if (layer, state_id) in self.storage.rows_S:
+        if (layer_id, state_id) in self.storage.rows_S:
             if self.division is not None:
                 name, slice = str(state_id), self.division.share.rank
-                own, whole = (_planes(specs[layer])[name] for specs in (self.specs, self.whole_specs))
+                own, whole = (_planes(specs[layer_id])[name] for specs in (self.specs, self.whole_specs))
                 data = self.division.part_of(slice, data[None], own, whole)[0]
-            self.storage.write_one(layer, state_id, int(self.table.slots(seq_id)[self.table.position(seq_id)]), data)
+            self.storage.write_one(layer_id, state_id, int(self.table.slots(seq_id)[self.table.position(seq_id)]), data)
 
     # -- exchange ----------------------------------------------------------------------------------
 
     def group_tensors(self, layer_id: int, kept: Iterable[int]) -> dict[str, StateTensor]:
         """Return a layer's tensors: ``state.i``, and ``state.i@position`` of each checkpoint."""
-        states = self.whole_specs[self.layer(layer_id)].states
+        states = self.whole_specs[layer_id].states
         suffixes = ["", *(f"@{position}" for position in kept)]
         return {f"state.{index}{suffix}": one for index, one in enumerate(states) for suffix in suffixes}
 
@@ -361,23 +350,22 @@ class RecurrentPart(Part):
 
     def take(self, layer_id: int, slots: Slots) -> Mapping[str, Tensor]:
         """Return the fresh states of a layer in these slots, ``[n, *shape]``, by number."""
-        layer = self.layer(layer_id)
-        taken = partial(self.storage.take, layer, slots)
+        taken = partial(self.storage.take, layer_id, slots)
         if self.division is None:
             return taken()
-        own, whole = _planes(self.specs[layer]), _planes(self.whole_specs[layer])
-        return self.division.join(layer_id, (STATES, layer), slots, taken, own, whole, self.device)
+        own, whole = _planes(self.specs[layer_id]), _planes(self.whole_specs[layer_id])
+        return self.division.join(layer_id, (STATES, layer_id), slots, taken, own, whole, self.device)
 
     def put(self, seq_id: SeqId, layer_id: int, slots: Slots, states: Sequence[Sequence[Tensor]]) -> None:
         """Write states of a layer, by number those of all ``slots``, to slots of a sequence that is
         being imported or received."""
-        layer = self.layer(layer_id)
         if self.division is None:
-            self.storage.put(layer, slots, {str(state): one for state, one in enumerate(states)})
+            self.storage.put(layer_id, slots, {str(state): one for state, one in enumerate(states)})
             return
         planes = {str(state): torch.stack([*one]) for state, one in enumerate(states)}
-        own, whole = _planes(self.specs[layer]), _planes(self.whole_specs[layer])
-        self.storage.put(layer, slots, self.division.put(seq_id, layer_id, (STATES, layer), slots, planes, own, whole))
+        own, whole = _planes(self.specs[layer_id]), _planes(self.whole_specs[layer_id])
+        place = (STATES, layer_id)
+        self.storage.put(layer_id, slots, self.division.put(seq_id, layer_id, place, slots, planes, own, whole))
 
 
 def _planes(spec: Recurrent) -> dict[str, Plane]:
@@ -439,7 +427,7 @@ class RecurrentPass:
         ``InvalidArgument`` unless the state tensor is float32 (or float64) ``[H, K, V]`` of the
         heads and sizes of k and v.
         """
-        layer, tensor = self._part.tensor(layer_id, state_id)
+        tensor = self._part.layer(layer_id).states[state_id]
         wanted = (*k_THK.shape[1:], v_THV.shape[-1])
         if tensor.shape != wanted or tensor.dtype not in ("float32", "float64"):
             raise InvalidArgument(
@@ -449,20 +437,20 @@ class RecurrentPass:
         self._check_rows("linear_attention", q_THK, k_THK, v_THV)
         given = q_THK, k_THK, v_THV
         if (pooled := self._part.pooled) is not None:
-            found = pooled.linear_attention_at(self.plan, *given, self._places(layer, state_id), **options)
+            found = pooled.linear_attention_at(self.plan, *given, self._places(layer_id, state_id), **options)
             if found is not None:
-                self._set[layer, state_id] = "wanted"
+                self._set[layer_id, state_id] = "wanted"
                 return found
-        states_GHKV = self._part.storage.read(layer, state_id, self._sources)
+        states_GHKV = self._part.storage.read(layer_id, state_id, self._sources)
         result = self._part.backend.linear_attention(self.plan, *given, states_GHKV, **options)
-        return self._take(layer, state_id, result)
+        return self._take(layer_id, state_id, result)
 
     def convolve(
         self, layer_id: int, state_id: int, x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None = None
     ) -> Tensor:
         """Run ``RecurrenceBackend.convolve`` behind the inputs before this forward, ``[T, C]``;
         store the new state. ``InvalidArgument`` unless the state tensor is ``[W - 1, C]``."""
-        layer, tensor = self._part.tensor(layer_id, state_id)
+        tensor = self._part.layer(layer_id).states[state_id]
         wanted = (weight_CW.shape[1] - 1, x_TC.shape[-1])
         if tensor.shape != wanted:
             raise InvalidArgument(
@@ -472,23 +460,22 @@ class RecurrentPass:
         self._check_rows("convolve", x_TC)
         given = x_TC, weight_CW, bias_C
         if (pooled := self._part.pooled) is not None:
-            found = pooled.convolve_at(self.plan, *given, self._places(layer, state_id))
+            found = pooled.convolve_at(self.plan, *given, self._places(layer_id, state_id))
             if found is not None:
-                self._set[layer, state_id] = "wanted"
+                self._set[layer_id, state_id] = "wanted"
                 return found
-        states_GWC = self._part.storage.read(layer, state_id, self._sources)
-        return self._take(layer, state_id, self._part.backend.convolve(self.plan, *given, states_GWC))
+        states_GWC = self._part.storage.read(layer_id, state_id, self._sources)
+        return self._take(layer_id, state_id, self._part.backend.convolve(self.plan, *given, states_GWC))
 
     def parts(self, layer_id: int) -> RecurrentParts | None:
         """Return the states of a layer for a call that computes all of them, and count them as
         written; None if the plan does not pass them on, or this forward has memory that keeps its
         place."""
-        layer, _ = self._part.tensor(layer_id, 0)
+        states = range(len(self._part.layer(layer_id).states))
         if self._keeps_place or not self._passes_on:
             return None
-        states = range(len(self._part.specs[layer].states))
-        self._set.update(((layer, state), "wanted") for state in states)
-        pools = tuple(self._part.storage.rows_S[layer, state] for state in states)
+        self._set.update(((layer_id, state), "wanted") for state in states)
+        pools = tuple(self._part.storage.rows_S[layer_id, state] for state in states)
         return RecurrentParts(self.plan, self._sources, self._targets_M, pools)
 
     def stack(self, layer_ids: tuple[int, ...]) -> StackStates | None:
@@ -508,12 +495,12 @@ class RecurrentPass:
             found = ", ".join(str(one.shape[0]) for one in tensors)
             raise InvalidArgument(f"{verb}: {found} rows; {self.plan.num_rows} tokens are new")
 
-    def _places(self, layer: int, state_id: int) -> StatePlaces:
-        return StatePlaces(self._part.storage.rows_S[layer, state_id], self._sources, self._targets_M)
+    def _places(self, layer_id: int, state_id: int) -> StatePlaces:
+        return StatePlaces(self._part.storage.rows_S[layer_id, state_id], self._sources, self._targets_M)
 
-    def _take(self, layer: int, state_id: int, recurred: Recurred) -> Tensor:
-        self._part.storage.write(layer, state_id, self._targets_M, recurred.states)
-        self._set[layer, state_id] = "wanted"
+    def _take(self, layer_id: int, state_id: int, recurred: Recurred) -> Tensor:
+        self._part.storage.write(layer_id, state_id, self._targets_M, recurred.states)
+        self._set[layer_id, state_id] = "wanted"
         return recurred.out
 
     # -- states by themselves ----------------------------------------------------------------------
@@ -522,11 +509,11 @@ class RecurrentPass:
         """Return the state before this forward, ``[B, *shape]``, fresh; ``per_token``:
         ``[T, *shape]``, of each row's predecessor if that is older than the forward, else 0."""
         self._require_own_memory("get", layer_id, state_id)
-        layer, tensor = self._part.tensor(layer_id, state_id)
+        tensor = self._part.layer(layer_id).states[state_id]
         storage = self._part.storage
         if not per_token:
-            return storage.read(layer, state_id, self._opened.need.present)
-        found_G = storage.read(layer, state_id, self._sources)
+            return storage.read(layer_id, state_id, self._opened.need.present)
+        found_G = storage.read(layer_id, state_id, self._sources)
         first = np.flatnonzero(self.plan.given >= 0)
         rows_T = torch.zeros((self.plan.num_rows, *tensor.shape), dtype=found_G.dtype, device=found_G.device)
         rows_T[self._tensor(first)] = found_G[self._tensor(self.plan.given[first])]
@@ -537,7 +524,7 @@ class RecurrentPass:
         ``per_token`` ``[T, *shape]`` after every token. ``InvalidArgument``: shape or dtype, or a
         token tree in the batch without ``per_token``."""
         self._require_own_memory("set", layer_id, state_id)
-        layer, tensor = self._part.tensor(layer_id, state_id)
+        tensor = self._part.layer(layer_id).states[state_id]
         need = self._opened.need
         rows = self.plan.num_rows if per_token else len(need.counts)
         check_tensor("set: data", data, dtype_of(tensor), (rows, *tensor.shape), self._part.device)
@@ -547,12 +534,12 @@ class RecurrentPass:
             )
         storage = self._part.storage
         if per_token:
-            storage.write(layer, state_id, self._targets_M, data[self._tensor(need.wanted)])
-            self._set[layer, state_id] = "token"
-            self._recent_rows[layer, state_id] = data[self._tensor(self._recent)]
+            storage.write(layer_id, state_id, self._targets_M, data[self._tensor(need.wanted)])
+            self._set[layer_id, state_id] = "token"
+            self._recent_rows[layer_id, state_id] = data[self._tensor(self._recent)]
         else:
-            storage.write(layer, state_id, self._targets_M[self._tensor(need.offsets[1:] - 1)], data)
-            self._set[layer, state_id] = "end"
+            storage.write(layer_id, state_id, self._targets_M[self._tensor(need.offsets[1:] - 1)], data)
+            self._set[layer_id, state_id] = "end"
 
     def _require_own_memory(self, verb: str, layer_id: int, state_id: int) -> None:
         """Raise ``Unsupported`` in a forward whose memory keeps its place: it may be captured."""

@@ -171,8 +171,7 @@ class State:
             crossed = EncoderPart(encoders, capacity=cross_capacity, page_size=page_size, format=format, device=device)
         if num_states is not None:
             slots = RecurrentPart(
-                list(recurrent.values()),
-                list(recurrent),
+                recurrent,
                 num_slots=num_states,
                 ring=ring,
                 interval=checkpoint_interval,
@@ -180,7 +179,7 @@ class State:
                 backend=ReferenceRecurrence() if recurrence is None else recurrence,
                 padding=padding,
                 division=division,
-                whole=[spec for spec in whole.values() if isinstance(spec, Recurrent)],
+                whole={layer: spec for layer, spec in whole.items() if isinstance(spec, Recurrent)},
             )
         self.parts = StateParts(specs, stored, first_layer, paged, crossed, slots, division, whole)
         self.sequences = paged.sequences
@@ -302,7 +301,7 @@ class State:
             kept = check_integer(sink, "enable_sliding_window_for_seq: sink", 0)
             if kept >= size:
                 raise InvalidArgument(f"window {size} with sink {kept}; 0 <= sink < window is needed")
-            if kept and (reason := sink_refusal(self.parts.paged.specs)):
+            if kept and (reason := sink_refusal(self.parts.paged.specs.values())):
                 raise Unsupported(f"window {size} with sink {kept}: {reason}")
             wanted = Window(size, kept, eviction)
         elif sink != 0:
@@ -403,7 +402,7 @@ class State:
         for part in self.parts:
             part.complete()
         if left_out:
-            opened.blank(left_out.intersection(self.parts.paged.layer_ids) - opened.written)
+            opened.blank(left_out.intersection(self.parts.paged.specs) - opened.written)
         opened.send_rest()
         for part in self.parts:
             part.publish()
@@ -515,8 +514,7 @@ class State:
 
     def unfused_layers(self) -> list[int]:
         paged = self.parts.paged
-        layers = zip(paged.layer_ids, paged.specs, strict=True)
-        return [layer for layer, spec in layers if not paged.backend.fuses(spec, self.device)]
+        return [layer for layer, spec in paged.specs.items() if not paged.backend.fuses(spec, self.device)]
 
     @property
     def forgets(self) -> bool:
@@ -525,7 +523,7 @@ class State:
     @property
     def endless(self) -> bool:
         # Of rotations only differences count.
-        specs = self.parts.paged.specs
+        specs = self.parts.paged.specs.values()
         return all(spec.rope is not None or spec.rope_mode == "none" for spec in specs) and any(
             spec.rope is not None for spec in specs
         )

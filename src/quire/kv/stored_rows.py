@@ -155,7 +155,7 @@ def debug_get(state: StateParts, layer_id: int, state_id: int, seq_id: SeqId, *,
 def debug_set(state: StateParts, layer_id: int, state_id: int, seq_id: SeqId, data: Tensor) -> None:
     state.state_tensor(layer_id, state_id, "debug_set", seq_id)
     part = state.recurrent_part("debug_set")
-    one = part.whole_specs[part.layer(layer_id)].states[state_id]
+    one = part.whole_specs[layer_id].states[state_id]
     if tuple(data.shape) != one.shape or data.dtype != dtype_of(one):
         raise InvalidArgument(
             f"debug_set: data is {data.dtype} {tuple(data.shape)}; {dtype_of(one)} {one.shape} is needed"
@@ -212,7 +212,7 @@ def rows_to_set(state: StateParts, k: Tensor, v: Tensor | None, layer_id: int | 
     if layer_id is not None:
         latent = state.layer(layer_id).spec.kind == "latent"
     else:
-        latent = v is None and any(spec.kind == "latent" for spec in state.paged.specs)
+        latent = v is None and any(spec.kind == "latent" for spec in state.paged.specs.values())
     if latent and v is not None:
         raise InvalidArgument(f"debug_set_kv: layer {layer_id} is latent and has no V; give its rows as k, without v")
     if not latent and v is None:
@@ -254,12 +254,12 @@ def require_held(state: StateParts, seq_id: SeqId, class_index: int, parts: list
 
 def has_rows(state: StateParts, layer_id: int | None) -> bool:
     """Return whether a layer, if one is named, keeps rows of tokens; a recurrent one does not."""
-    return state.recurrent is None or layer_id not in state.recurrent.layer_ids
+    return state.recurrent is None or layer_id not in state.recurrent.specs
 
 
 def layers_of(state: StateParts, layer_id: int | None, verb: str) -> dict[int, Layer]:
     """Return a layer, or all layers, by id: the kinds that have the verb, of one geometry."""
-    ids = state.paged.layer_ids if layer_id is None else [layer_id]
+    ids = list(state.paged.specs) if layer_id is None else [layer_id]
     layers = {one: layer for one in ids if not layer_refusal(verb, (layer := state.layer(one)).spec.kind)}
     if len({geometry(layer.spec) for layer in layers.values()}) > 1:
         raise InvalidArgument("the layers differ in geometry; name one with layer=")
@@ -268,7 +268,7 @@ def layers_of(state: StateParts, layer_id: int | None, verb: str) -> dict[int, L
 
 def refuse_layers(state: StateParts, layer_id: int | None, verb: str) -> NoReturn:
     """Raise ``Unsupported``: this layer does not have the verb, or no layer has."""
-    ids = state.paged.layer_ids if layer_id is None else [layer_id]
+    ids = list(state.paged.specs) if layer_id is None else [layer_id]
     if not ids:
         raise Unsupported(f"{verb}: the state has no attention layers")
     kind = state.layer(ids[0]).spec.kind if has_rows(state, layer_id) else "recurrent"

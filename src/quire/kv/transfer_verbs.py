@@ -245,9 +245,7 @@ _RANK_0 = _Rank0()
 
 def _order(state: StateParts) -> list[int | None]:
     """Return the classes in the order of their first layers; None: the recurrent one."""
-    firsts: list[tuple[int, int | None]] = [
-        (state.paged.layer_ids[one.layers[0]], index) for index, one in enumerate(state.paged.classes)
-    ]
+    firsts: list[tuple[int, int | None]] = [(one.layers[0], index) for index, one in enumerate(state.paged.classes)]
     if state.recurrent_ids:
         firsts.append((state.recurrent_ids[0], None))
     return [index for _, index in sorted(firsts, key=lambda one: one[0])]
