@@ -236,43 +236,33 @@ class State:
             part.remove(seq_id)
 
     def fork_sequence(self, parent_id: SeqId, child_id: SeqId, fork_pos: int = -1, *, exact: bool = False) -> int:
-        target = stop = check_integer(fork_pos, "fork_sequence: position", -1)
-        if parent_id in self.sequences and fork_pos <= (length := self.sequences.get(parent_id).length):
-            target = length if fork_pos == -1 else target
-            stop = self._stop(parent_id, target)
-        self.sequences.check_fork(parent_id, child_id, stop)
-        self._require_no_rerun(parent_id, target, stop, exact, "fork_sequence")
+        target = self.sequences.check_fork(parent_id, child_id, fork_pos)
+        stop = self._way_back(parent_id, target, "fork_sequence", exact)
         for part in self.parts:
             part.fork(parent_id, child_id, stop)
         return target - stop
 
     def popn(self, seq_id: SeqId, n: int, *, exact: bool = False) -> int:
-        n = check_integer(n, "popn: token count", 0)
-        stop = target = 0
-        if seq_id in self.sequences and n <= (length := self.sequences.get(seq_id).length):
-            target = length - n
-            stop = self._stop(seq_id, target)
-            n = length - stop
-        self.sequences.check_pop(seq_id, n)
-        self._require_no_rerun(seq_id, target, stop, exact, "popn")
+        target = self.sequences.check_pop(seq_id, n)
+        stop = self._way_back(seq_id, target, "popn", exact)
         transfer_verbs.check_pop(self.parts, seq_id, stop)
         for part in self.parts:
             part.pop(seq_id, stop)
         return target - stop
 
-    def _stop(self, seq_id: SeqId, position: int) -> int:
-        """Return the nearest position with recurrent states, at ``position`` or before it."""
+    def _way_back(self, seq_id: SeqId, target: int, verb: str, exact: bool = False) -> int:
+        """Return the nearest position with recurrent states, at ``target`` or before it.
+        ``FailedPrecondition`` if it is evicted or, if ``exact``, is not ``target``."""
         recurrent = self.parts.recurrent
-        return position if recurrent is None else recurrent.table.nearest(seq_id, position)
-
-    def _require_no_rerun(self, seq_id: SeqId, target: int, stop: int, exact: bool, verb: str) -> None:
-        """Raise ``FailedPrecondition`` if ``exact``, and ``stop``, not ``target``, has a state."""
+        stop = target if recurrent is None else recurrent.table.nearest(seq_id, target)
+        self.sequences.require_reachable(seq_id, stop, verb)
         if exact and target != stop:
             raise FailedPrecondition(
                 f"{verb}: position {target} of sequence {seq_id} is reachable only by running {target - stop} tokens again from a "
                 f"recurrent state that is kept; go to {stop} and run them, or leave exact=False; states are kept at "
                 f"{self.kept_positions(seq_id)}"
             )
+        return stop
 
     def rewind_cost(self, seq_id: SeqId, pos: int) -> int:
         pos = check_integer(pos, "rewind_cost: position", 0)
@@ -283,9 +273,7 @@ class State:
             )
         self.sequences.require_ready(seq_id, sequence, "rewind_cost")
         self.sequences.require_committed(seq_id, sequence, "rewind_cost")
-        stop = self._stop(seq_id, pos)
-        self.sequences.require_reachable(seq_id, sequence, stop, "rewind_cost")
-        return pos - stop
+        return pos - self._way_back(seq_id, pos, "rewind_cost")
 
     reachable = of_parts(state_room.reachable)
     nearest_reachable = of_parts(state_room.nearest_reachable)
