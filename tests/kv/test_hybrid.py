@@ -430,7 +430,7 @@ def test_verify_then_go_back(kind: str, accepted: int) -> None:
 def snapshot(state: ContractState) -> Any:
     states = state.state.parts.recurrent.table
     return [
-        (seq, state.sequence_length(seq), state.pending_nodes(seq), states.kept(seq), states.ring_positions(seq))
+        (seq, state.sequence_length(seq), state.pending_nodes(seq), states.kept(seq), list(states.get(seq).ring))
         for seq in sorted(state.state.sequences.ids)
     ] + [[pool.num_used for pool in [*state.state.sequences.pools, states.pool]]]
 
@@ -642,14 +642,14 @@ def test_checkpoints_and_ring_of_the_specification() -> None:
         run(state, "recurrent", {0: tokens[start : start + count]})
         start += count
     assert state.checkpoints(0) == [16, 32]
-    assert state.state.parts.recurrent.table.ring_positions(0) == [32, 37, 38, 39]
+    assert list(state.state.parts.recurrent.table.get(0).ring) == [32, 37, 38, 39]
     state.fork_sequence(0, 1)
     assert state.fork_sequence(0, 2, 20) == 4
     assert state.sequence_length(2) == 16
     assert state.popn(0, 2) == 0
     assert state.popn(0, 10) == 12
     assert state.sequence_length(0) == 16
-    assert state.state.parts.recurrent.table.ring_positions(1) == [32, 37, 38, 39]
+    assert list(state.state.parts.recurrent.table.get(1).ring) == [32, 37, 38, 39]
     state.check()
 
 

@@ -191,7 +191,7 @@ def test_states_of_every_token_fill_the_ring() -> None:
     state.complete()
     end(state)
     state.table.check()
-    assert state.table.ring_positions(1) == [2, 3, 4]
+    assert list(state.table.get(1).ring) == [2, 3, 4]
     assert state.table.kept(1) == [2, 4]
     assert [state.debug_get(HASHED, 0, 1, position=held).tolist() for held in (2, 3, 4, 5)] == rows[1:5].tolist()
     # 2 and 4 are in the ring and checkpoints; 3, 5 and the other sequence's state besides.
@@ -227,7 +227,7 @@ def test_a_completed_forward_may_go_on() -> None:
     opened.set(HASHED, 0, torch.tensor([[8, 9]]))
     end(state)
     state.table.check()
-    assert (state.table.ring_positions(1), state.table.pool.num_used) == ([], 1)
+    assert (list(state.table.get(1).ring), state.table.pool.num_used) == ([], 1)
     assert state.debug_get(HASHED, 0, 1).tolist() == [8, 9]
 
 
@@ -301,10 +301,10 @@ def test_chain_verification_by_pop_and_by_commit() -> None:
         run(state, 3, tokens[: 3 + accepted])
         state.table.check()
         fresh = values_of(state, 3)
-        assert state.table.position(1) == state.table.position(2) == state.table.position(3) == 3 + accepted
+        assert state.table.get(1).length == state.table.get(2).length == state.table.get(3).length == 3 + accepted
         assert values_of(state, 1) == fresh
         assert values_of(state, 2) == fresh
-        assert state.table.ring_positions(1) == state.table.ring_positions(2)
+        assert list(state.table.get(1).ring) == list(state.table.get(2).ring)
 
 
 def test_forks_share_and_never_see_each_other() -> None:
@@ -847,10 +847,10 @@ class Machine(RuleBasedStateMachine):
     def check_values(self) -> None:
         """What can be read while a forward is open, too: all is as before it."""
         for seq_id, one in self.sequences.items():
-            assert self.state.table.position(seq_id) == one.length
+            assert self.state.table.get(seq_id).length == one.length
             assert self.state.table.kept(seq_id) == sorted(one.kept)
-            assert self.state.table.ring_positions(seq_id) == sorted(one.ring)
-            assert self.state.table.nodes(seq_id) == len(one.nodes)
+            assert list(self.state.table.get(seq_id).ring) == sorted(one.ring)
+            assert len(self.state.table.get(seq_id).nodes) == len(one.nodes)
             assert values_of(self.state, seq_id) == one.now()
             for position in one.positions():
                 held = one.kept.get(position) or one.ring.get(position) or one.stood(position)

@@ -263,7 +263,7 @@ STATES = (
         name="fork-takes-the-present-recurrent-state",
         file="kv/recurrent.py",
         old="self.table.fork(parent_id, child_id, length)",
-        new="self.table.fork(parent_id, child_id, self.table.position(parent_id))",
+        new="self.table.fork(parent_id, child_id, self.table.get(parent_id).length)",
         tests=("kv/test_hybrid.py::test_fork_and_pop_to_every_position",),
     ),
     Mutant(

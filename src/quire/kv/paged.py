@@ -13,10 +13,11 @@ import torch
 
 from quire.base.types import SeqId
 from quire.contracts.attention import AttentionBackend, Scoring
+from quire.contracts.block_calls import PartsBackend
 from quire.contracts.kv_format import KVFormat
 from quire.contracts.layers import LatentAttention, RopeSpec
 from quire.contracts.rows import RowKernels
-from quire.kv.block_calls import LayerParts, layer_parts
+from quire.kv.block_calls import LayerParts
 from quire.kv.forward_need import ForwardNeed, pages_for
 from quire.kv.layer_classes import Layer, LayerClass
 from quire.kv.pages import PagePool
@@ -68,9 +69,9 @@ class PagedPart(Part):
         )
         self.sequences.slack = slack
         self._rotary: dict[RopeSpec, RotaryTable] = {}
-        self.layer_parts: LayerParts | None = layer_parts(
-            backend, self.layers.__getitem__, self.rotary_table, page_size
-        )
+        self.layer_parts: LayerParts | None = None
+        if isinstance(backend, PartsBackend):
+            self.layer_parts = LayerParts(backend, self.layers.__getitem__, self.rotary_table, page_size)
         """For calls over whole blocks; None if the backend knows none."""
 
     def _make_pools(self, window_capacity: int | None) -> list[PagePool]:

@@ -293,7 +293,7 @@ class RecurrentPart(Part):
     def check(self, sequences: SequenceTable) -> None:
         self.table.check()
         for seq_id in sequences.ids:
-            sequence, stands = sequences.get(seq_id), self.table.position(seq_id)
+            sequence, stands = sequences.get(seq_id), self.table.get(seq_id).length
             length = sequence.length if sequence.reserved is None else sequence.reserved
             if stands != length:
                 raise FailedPrecondition(
@@ -318,7 +318,7 @@ class RecurrentPart(Part):
                 name, slice = str(state_id), self.division.share.rank
                 own, whole = (_planes(specs[layer_id])[name] for specs in (self.specs, self.whole_specs))
                 data = self.division.part_of(slice, data[None], own, whole)[0]
-            self.storage.write_one(layer_id, state_id, int(self.table.slots(seq_id)[self.table.position(seq_id)]), data)
+            self.storage.write_one(layer_id, state_id, self.table.get(seq_id).present, data)
 
     # -- exchange ----------------------------------------------------------------------------------
 

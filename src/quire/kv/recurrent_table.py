@@ -45,27 +45,13 @@ class RecurrentTable:
 
     # -- look-up -----------------------------------------------------------------------------------
 
-    def __len__(self) -> int:
-        return len(self._sequences)
-
-    def __contains__(self, seq_id: object) -> bool:
-        return seq_id in self._sequences
-
-    def position(self, seq_id: SeqId) -> int:
-        """Return the position of the present state, which is the sequence's length."""
-        return self._sequences[seq_id].length
+    def get(self, seq_id: SeqId) -> RecurrentStates:
+        """Return the states of a sequence, which exists."""
+        return self._sequences[seq_id]
 
     def kept(self, seq_id: SeqId) -> list[int]:
         """Return the positions of the checkpoints, ascending, without 0 and the ring."""
         return list(self._sequences[seq_id].kept)
-
-    def ring_positions(self, seq_id: SeqId) -> list[int]:
-        """Return the positions of the ring's states, ascending. A checkpoint may share one."""
-        return list(self._sequences[seq_id].ring)
-
-    def nodes(self, seq_id: SeqId) -> int:
-        """Uncommitted nodes."""
-        return len(self._sequences[seq_id].nodes)
 
     def nearest(self, seq_id: SeqId, position: int) -> int:
         """Return the nearest position to go back to that is at or before ``position``."""
