@@ -26,7 +26,6 @@ from quire.contracts.layers import CrossAttention, LatentAttention
 from quire.kv.exports import SequenceExport
 from quire.kv.metadata_checks import hash_of, ranges_of
 from quire.kv.parts import StateParts
-from quire.kv.recurrent import RecurrentPart, dtype_of
 from quire.kv.sequences import Sequence
 from quire.kv.storage import StoredSpec, check_tensor, geometry
 from quire.statefile.container import bytes_of
@@ -203,12 +202,6 @@ def group_plan(spec: StoredSpec, rows: int, format: KVFormat) -> dict[str, Tenso
     return {name: TensorPlan((rows, *plane.shape), plane.dtype) for name, plane in planes.items()}
 
 
-def recurrent_plan(part: RecurrentPart, layer_id: int, kept: Iterable[int]) -> dict[str, TensorPlan]:
-    """Return the tensors of a recurrent layer: the present state and the ``kept`` ones."""
-    found = part.group_tensors(layer_id, kept)
-    return {name: TensorPlan(one.shape, dtype_of(one)) for name, one in found.items()}
-
-
 def groups_of(state: StateParts, rows: Mapping[int, int], kept: Iterable[int]) -> dict[int, dict[str, TensorPlan]]:
     """Return the tensors of every group, by layer: ``rows`` of each attention layer named there,
     the present state and the ``kept`` ones of each recurrent layer."""
@@ -219,7 +212,7 @@ def groups_of(state: StateParts, rows: Mapping[int, int], kept: Iterable[int]) -
     if state.recurrent is not None:
         kept = list(kept)
         for layer in state.recurrent.specs:
-            found[layer] = recurrent_plan(state.recurrent, layer, kept)
+            found[layer] = state.recurrent.group_plan(layer, kept)
     return dict(sorted(found.items()))
 
 

@@ -26,7 +26,6 @@ from quire.kv.exchange import (
     get_layout,
     group_plan,
     groups_of,
-    recurrent_plan,
     require_whole,
     rows_by_layer,
 )
@@ -149,7 +148,7 @@ def import_page_group(state: StateParts, seq_id: SeqId, group: int, tensors: Map
     started = state.imports.get(seq_id)
     if part is not None and group in part.specs:
         state.sequences.get(seq_id)
-        plan = recurrent_plan(part, group, part.table.kept(seq_id))
+        plan = part.group_plan(group, part.table.kept(seq_id))
     else:
         state.spec(group)
         state.sequences.get(seq_id)

@@ -24,6 +24,7 @@ from torch import Tensor
 from quire.base.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, Unsupported
 from quire.base.types import SeqId
 from quire.base.uploads import uploaded
+from quire.contracts.kv_state import TensorPlan
 from quire.contracts.layers import InitialValues, Recurrent, StateTensor
 from quire.contracts.ranks import STATES
 from quire.contracts.recurrence import (
@@ -322,27 +323,32 @@ class RecurrentPart(Part):
 
     # -- exchange ----------------------------------------------------------------------------------
 
-    def group_tensors(self, layer_id: int, kept: Iterable[int]) -> dict[str, StateTensor]:
-        """Return a layer's tensors: ``state.i``, and ``state.i@position`` of each checkpoint."""
+    def group_plan(self, layer_id: int, kept: Iterable[int]) -> dict[str, TensorPlan]:
+        """Return a layer's tensors: ``state.i`` is the present state, ``state.i@position`` the one
+        kept there."""
         states = self.whole_specs[layer_id].states
         suffixes = ["", *(f"@{position}" for position in kept)]
-        return {f"state.{index}{suffix}": one for index, one in enumerate(states) for suffix in suffixes}
+        return {
+            f"state.{index}{suffix}": TensorPlan(one.shape, dtype_of(one))
+            for index, one in enumerate(states)
+            for suffix in suffixes
+        }
 
     def export(self, seq_id: SeqId, layer_id: int) -> dict[str, Tensor]:
-        """Return a layer's present state and checkpoints, named as in ``group_tensors``; fresh."""
+        """Return a layer's present state and checkpoints, named as in ``group_plan``; fresh."""
         rows = self.take(layer_id, self._held_slots(seq_id)).values()
-        names = self.group_tensors(layer_id, self.table.kept(seq_id))
+        names = self.group_plan(layer_id, self.table.kept(seq_id))
         return {name: row.clone() for name, row in zip(names, (row for rows_N in rows for row in rows_N), strict=True)}
 
     def _held_slots(self, seq_id: SeqId) -> Slots:
-        """Return the slots of the present state and checkpoints, as in ``group_tensors``."""
+        """Return the slots of the present state and checkpoints, as in ``group_plan``."""
         positions = (None, *self.table.kept(seq_id))
         return np.array([self.table.slot_at(seq_id, position) for position in positions], dtype=np.int64)
 
     def import_group(self, seq_id: SeqId, layer_id: int, tensors: Mapping[str, Tensor]) -> None:
-        """Write the tensors of ``group_tensors`` of a sequence that is being imported."""
+        """Write the tensors of ``group_plan`` of a sequence that is being imported."""
         slots = self._held_slots(seq_id)
-        rows = [tensors[name] for name in self.group_tensors(layer_id, self.table.kept(seq_id))]
+        rows = [tensors[name] for name in self.group_plan(layer_id, self.table.kept(seq_id))]
         given = [rows[start : start + len(slots)] for start in range(0, len(rows), len(slots))]
         self.put(seq_id, layer_id, slots, given)
 
