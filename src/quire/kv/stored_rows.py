@@ -18,7 +18,7 @@ from quire.kv.encoders import EncoderPart
 from quire.kv.layer_classes import Layer
 from quire.kv.parts import StateParts
 from quire.kv.recurrent import dtype_of
-from quire.kv.rules import layer_refusal, refuse, refuse_layer
+from quire.kv.rules import PAGED_REFUSALS, layer_refusal, refuse_layer
 from quire.kv.sequences import check_integer
 from quire.kv.storage import geometry
 from quire.kv.tensor_checks import check_out, check_type, filled
@@ -28,7 +28,7 @@ from quire.kv.windows import describe_ranges
 def set_cross_kv(state: StateParts, layer_id: int, seq_id: SeqId, k: Tensor, v: Tensor) -> None:
     part, verb = state.encoders, "set_cross_kv"
     if part is None:
-        refuse(verb)
+        raise Unsupported(f"{verb}: {PAGED_REFUSALS[verb]}")
     if layer_id not in part.specs:
         refuse_layer(verb, layer_id, state.spec(layer_id).kind)
     count = _count_rows(state, part, layer_id, k, v, verb)
