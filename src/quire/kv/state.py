@@ -34,7 +34,7 @@ from quire.contracts.pool_verbs import (
 )
 from quire.contracts.recurrence import RecurrenceBackend
 from quire.contracts.rows import RowKernels
-from quire.kv import exchange, import_verbs, state_room, stored_rows, transfer_verbs
+from quire.kv import exchange, import_verbs, state_room, static_pass, stored_rows, transfer_verbs
 from quire.kv.divided_rows import DividedRows
 from quire.kv.encoders import EncoderPart
 from quire.kv.formats.plain import PlainFormat
@@ -48,7 +48,7 @@ from quire.kv.rules import RECURRENT_REFUSAL
 from quire.kv.send_mark import marks_of
 from quire.kv.sequences import check_integer
 from quire.kv.state_pass import StatePass
-from quire.kv.static_pass import StaticForward, static_refusal
+from quire.kv.static_pass import StaticForward
 from quire.kv.windows import Window
 from quire.ops.attention import ReferenceAttention
 from quire.ops.recurrence import ReferenceRecurrence
@@ -324,10 +324,7 @@ class State:
         need = self.sequences.plan_forward(seq_ids, append_lengths, token_tree_parents)
         self._begin(need, checkpoints, None)
 
-    def static_refusal(self, count: int) -> str:
-        """Return the reason against memory that keeps its place, for forwards of ``count`` tokens
-        for each sequence; "" if there is none."""
-        return static_refusal(self.parts, count)
+    static_refusal = of_parts(static_pass.static_refusal)
 
     def static_forward(self, entries: int, count: int, longest: int, shared: SharedMemory) -> StaticForward:
         """Return memory that keeps its place, for ``begin_static``; see ``StaticForward``."""

@@ -108,17 +108,13 @@ class StatePass:
             self._encoders = EncoderPass(state.encoders, need.seq_ids, self.batch, state.paged.backend)
 
     def prepare(self) -> None:
-        """Lay out, and plan for all layer classes: what a backend cannot do is refused before
-        compute."""
-        self.lay_out()
+        """Compute the cached properties now, not at their first use. Plan for all layer classes:
+        what a backend cannot do is refused before compute."""
+        _ = self._whole, self._running_slots, self.chosen, self._places_T, self._max_place
         for index in range(len(self._paged.classes)):
             self.prepared("fused", index)
 
     # -- the new tokens ----------------------------------------------------------------------------
-
-    def lay_out(self) -> None:
-        """Compute the cached properties now, not at their first use."""
-        _ = self._whole, self._running_slots, self.chosen, self._places_T, self._max_place
 
     @cached_property
     def batch(self) -> Batch:
