@@ -425,7 +425,7 @@ PIECES = (
     Mutant(
         name="rows-that-have-come-are-written-again",
         file="kv/import_verbs.py",
-        old="        if not _holds(found.missing.get(group, []), part):",
+        old="        if not holds(found.missing.get(group, []), part):",
         new="        if group not in found.missing:",
         tests=("kv/test_pieces.py::test_what_an_import_under_way_refuses",),
     ),

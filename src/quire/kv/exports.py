@@ -18,7 +18,7 @@ from quire.kv.forward_need import slots_of
 from quire.kv.pages import PageIds
 from quire.kv.parts import StateParts
 from quire.kv.storage import geometry
-from quire.kv.windows import describe_ranges
+from quire.kv.windows import describe_ranges, holds
 
 
 @checks_arguments()
@@ -60,7 +60,7 @@ class SequenceExport:
     def rows(self, layer: int, start: int, stop: int) -> dict[str, Tensor]:
         found = self.state.rows_layer(layer, "rows")
         kept = self.ranges[found.class_index]
-        if not any(part.start <= start < stop <= part.stop for part in kept):
+        if start >= stop or not holds(kept, range(start, stop)):
             raise InvalidArgument(
                 f"rows: positions {start}..{stop - 1} of layer {layer}; one or more of a range of {describe_ranges(kept)} are needed"
             )

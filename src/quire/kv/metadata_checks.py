@@ -15,7 +15,7 @@ import numpy as np
 from quire.base.errors import InvalidArgument
 from quire.contracts.kv_state import TensorPlan
 from quire.kv.parts import StateParts
-from quire.kv.windows import NO_HOLE, Hole, Window, describe_ranges, held, visibility
+from quire.kv.windows import NO_HOLE, Hole, Window, describe_ranges, held, holds, visibility
 from quire.statefile.schema import FORMAT_VERSION, Extent, Fault, GroupOfTensors, fitted
 
 
@@ -150,7 +150,7 @@ def _validate_windows(state: StateParts, given: Mapping[str, Any], length: int) 
         if seen.sinks_T2 is not None:
             needed.append(range(*seen.sinks_T2[0].tolist()))
         for part in needed:
-            if part and not any(kept.start <= part.start and part.stop <= kept.stop for kept in ranges):
+            if part and not holds(ranges, part):
                 raise InvalidArgument(
                     f"import: positions {describe_ranges(ranges)} are held, and the next token sees {describe_ranges([part])}"
                 )

@@ -22,7 +22,7 @@ from quire.kv.rules import PAGED_REFUSALS, layer_refusal, refuse_layer
 from quire.kv.sequences import check_integer
 from quire.kv.storage import geometry
 from quire.kv.tensor_checks import check_out, check_type, filled
-from quire.kv.windows import describe_ranges
+from quire.kv.windows import describe_ranges, holds
 
 
 def set_cross_kv(state: StateParts, layer_id: int, seq_id: SeqId, k: Tensor, v: Tensor) -> None:
@@ -245,7 +245,7 @@ def require_held(state: StateParts, seq_id: SeqId, class_index: int, parts: list
     kept = state.sequences.held(seq_id, class_index)
     for part in parts:
         committed = range(part.start, min(part.stop, length))
-        if committed and not any(one.start <= committed.start and committed.stop <= one.stop for one in kept):
+        if committed and not holds(kept, committed):
             raise FailedPrecondition(
                 f"{verb}: positions {committed.start}..{committed.stop - 1} of sequence {seq_id} are evicted, at least in part; "
                 f"held: {describe_ranges(kept)}"
