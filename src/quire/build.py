@@ -592,9 +592,9 @@ def make_store(config: EngineConfig) -> Store | None:
     """Return the store of a configuration: host memory, what it names, and a directory below
     ``state_dir`` if that is nothing durable; None: nothing."""
     tiers = open_tiers(config.store)
-    if config.state_dir is not None and not any(tier.is_durable for tier in tiers):
+    if config.state_dir is not None and all(isinstance(tier, MemoryTier) for tier in tiers):
         tiers.append(state_tier(config.state_dir))
-    if not any(tier.kind == "memory" for tier in tiers):
+    if not any(isinstance(tier, MemoryTier) for tier in tiers):
         free = int((free_memory(torch.device("cpu")) or 0) * HOST_SHARE)
         if capacity := free if config.host_memory is None else parse_bytes(config.host_memory):
             tiers.insert(0, MemoryTier(capacity))

@@ -128,7 +128,7 @@ class Bed:
 class SlowShelf:
     """A durable tier that holds objects in a dict, and waits and fails as it is told."""
 
-    kind, label, is_durable = "disk", "the slow shelf", True
+    kind, label = "disk", "the slow shelf"
 
     def __init__(self) -> None:
         self.held: dict[ObjectKey, Blob] = {}

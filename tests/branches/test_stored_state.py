@@ -123,7 +123,7 @@ def few_states(make_llm: MakeLLM, hybrid: Checkpoint, states: int, tokens: int, 
     part = engine_of(one).runner.state.parts.recurrent
     assert part is not None
     # Half of the budget is for states.
-    memory = 2 * max(states * bytes_per_state(part.specs), tokens * one.bytes_per_token)
+    memory = 2 * max(states * bytes_per_state(part.specs.values()), tokens * one.bytes_per_token)
     return make_llm(hybrid, **{"page_size": 4, "kv_cache_memory": memory, **more})
 
 
@@ -536,8 +536,8 @@ def test_states_for_which_there_is_no_room_stay_behind(make_llm: MakeLLM, hybrid
     while table.num_available > 4:
         blockers.append(engine_of(llm).runner.new_seq())
         state.add_sequence(blockers[-1])
-        for layer in state.parts.recurrent.layer_ids[:1]:
-            one = state.parts.recurrent.specs[0].states[0]
+        for layer, spec in list(state.parts.recurrent.specs.items())[:1]:
+            one = spec.states[0]
             state.debug_set(layer, 0, blockers[-1], torch.zeros(one.shape, dtype=getattr(torch, one.dtype)))  # type: ignore[attr-defined]
     found = session.generate(greedy(1)).outputs[0].token_ids
     assert hybrid.continues(tokens, found)

@@ -137,7 +137,7 @@ def test_a_budget_too_small_for_states(make_llm: MakeLLM, hybrid: Checkpoint) ->
     part = engine_of(llm).runner.state.parts.recurrent
     assert part is not None
     with pytest.raises(ResourceExhausted, match="4 are needed at least"):
-        make_llm(hybrid, kv_cache_memory=3 * bytes_per_state(part.specs))
+        make_llm(hybrid, kv_cache_memory=3 * bytes_per_state(part.specs.values()))
 
 
 def test_a_saved_state_of_another_kind(

@@ -90,8 +90,8 @@ class HybridPair(Pair):
         assert table.num_available == self.oracle.free_states + len(self.oracle._yielding())
         for seq_id, part in self.oracle.parts.items():
             assert table.kept(seq_id) == sorted(part.kept)
-            assert table.ring_positions(seq_id) == sorted(part.ring)
-            assert table.nodes(seq_id) == len(part.nodes)
+            assert list(table.get(seq_id).ring) == sorted(part.ring)
+            assert len(table.get(seq_id).nodes) == len(part.nodes)
             assert self.state.checkpoints(seq_id) == self.oracle.checkpoints(seq_id)
             if not self.oracle.is_importing(seq_id):
                 assert self.state.kept_positions(seq_id) == self.oracle.kept_positions(seq_id)

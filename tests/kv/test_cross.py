@@ -1036,7 +1036,6 @@ def test_the_count_finds_damage() -> None:
     """``check`` is no formality."""
     for damage, word in (
         (lambda table: table.get(0).rows.update({1: 30}), "pages for rows"),
-        (lambda table: setattr(table.get(0), "holders", 1), "holders"),
         (lambda table: table.pool.release(table.get(0).pages[:1]), "reference count"),
         (lambda table: table.fork(0, 55), "does not exist"),
     ):

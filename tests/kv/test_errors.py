@@ -342,7 +342,7 @@ def test_layer_ids_are_global() -> None:
     state = contract([attention()] * 2, capacity=16, backend=SdpaAttention(), first_layer=5)
     state.add_sequence(0)
     state.begin_forward([0], [2])
-    qkv = torch.randn(2, num_columns(state.state.parts.paged.specs[0]))
+    qkv = torch.randn(2, num_columns(state.state.parts.paged.specs[5]))
     with pytest.raises(InvalidArgument, match=r"layer 0; this state has layers 5\.\.6"):
         state.attention_with_fused_qkv(0, qkv)
     state.attention_with_fused_qkv(6, qkv)

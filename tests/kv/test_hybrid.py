@@ -430,7 +430,7 @@ def test_verify_then_go_back(kind: str, accepted: int) -> None:
 def snapshot(state: ContractState) -> Any:
     states = state.state.parts.recurrent.table
     return [
-        (seq, state.sequence_length(seq), state.pending_nodes(seq), states.kept(seq), states.ring_positions(seq))
+        (seq, state.sequence_length(seq), state.pending_nodes(seq), states.kept(seq), list(states.get(seq).ring))
         for seq in sorted(state.state.sequences.ids)
     ] + [[pool.num_used for pool in [*state.state.sequences.pools, states.pool]]]
 
@@ -580,6 +580,30 @@ def test_get_set_and_publish() -> None:
     assert float(state.debug_get(0, 0, 0, position=1).unique()) == 2
 
 
+@pytest.mark.parametrize("close", ["end_forward", "abort_forward", "clear"])
+def test_a_pass_ends_with_its_forward(close: str) -> None:
+    """Its slots may have another owner by then; also while the next forward is open."""
+    state = make("recurrent")
+    state.add_sequence(0)
+    state.begin_forward([0], [1])
+    outputs(state, "recurrent", [5])
+    opened, given = state.open_pass(), inputs(0, [5])
+    getattr(state, close)()
+    if not state.has_sequence(0):
+        state.add_sequence(0)
+    gates = {"log_decay": given["decay"], "beta_TH": given["beta"]}
+    for again in (False, True):
+        if again:
+            state.begin_forward([0], [1])
+        for call in (
+            lambda: opened.convolve(0, 0, given["x"], given["weight"]),
+            lambda: opened.linear_attention(0, 1, given["q"], given["k"], given["v"], **gates),
+            lambda: opened.recurrent_parts(0),
+        ):
+            with pytest.raises(FailedPrecondition, match="this forward is over"):
+                call()
+
+
 def test_linear_attention_examples() -> None:
     spec = Recurrent(states=(StateTensor(shape=(1, 1, 1), dtype="float32"),))
     state = contract([spec, spec], num_states=8, recurrence=ReferenceRecurrence())
@@ -618,14 +642,14 @@ def test_checkpoints_and_ring_of_the_specification() -> None:
         run(state, "recurrent", {0: tokens[start : start + count]})
         start += count
     assert state.checkpoints(0) == [16, 32]
-    assert state.state.parts.recurrent.table.ring_positions(0) == [32, 37, 38, 39]
+    assert list(state.state.parts.recurrent.table.get(0).ring) == [32, 37, 38, 39]
     state.fork_sequence(0, 1)
     assert state.fork_sequence(0, 2, 20) == 4
     assert state.sequence_length(2) == 16
     assert state.popn(0, 2) == 0
     assert state.popn(0, 10) == 12
     assert state.sequence_length(0) == 16
-    assert state.state.parts.recurrent.table.ring_positions(1) == [32, 37, 38, 39]
+    assert list(state.state.parts.recurrent.table.get(1).ring) == [32, 37, 38, 39]
     state.check()
 
 

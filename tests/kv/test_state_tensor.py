@@ -163,7 +163,7 @@ def test_as_many_slots_as_said_and_no_fewer(interval: int, ring: int, nodes: int
         state.abort_forward()
         state.check()
         table = state.state.parts.recurrent.table
-        return all(len(table.ring_positions(seq)) == ring for seq in seqs) and all(
+        return all(len(list(table.get(seq).ring)) == ring for seq in seqs) and all(
             table.kept(seq) == list(range(interval, longest, interval)) if interval else not table.kept(seq)
             for seq in seqs
         )

@@ -263,7 +263,7 @@ STATES = (
         name="fork-takes-the-present-recurrent-state",
         file="kv/recurrent.py",
         old="self.table.fork(parent_id, child_id, length)",
-        new="self.table.fork(parent_id, child_id, self.table.position(parent_id))",
+        new="self.table.fork(parent_id, child_id, self.table.get(parent_id).length)",
         tests=("kv/test_hybrid.py::test_fork_and_pop_to_every_position",),
     ),
     Mutant(
@@ -346,8 +346,8 @@ STATES = (
     Mutant(
         name="present-state-imported-as-every-checkpoint",
         file="kv/recurrent.py",
-        old="found = (self.table.slot_at(seq_id, position) for position in (None, *self.table.kept(seq_id)))",
-        new="found = (self.table.slot_at(seq_id) for _ in (None, *self.table.kept(seq_id)))",
+        old="self.table.slot_at(seq_id, position) for position in positions",
+        new="self.table.slot_at(seq_id) for _ in positions",
         tests=("kv/test_hybrid.py::test_export_and_import_into_another_page_size",),
     ),
     Mutant(
@@ -425,7 +425,7 @@ PIECES = (
     Mutant(
         name="rows-that-have-come-are-written-again",
         file="kv/import_verbs.py",
-        old="        if not _holds(found.missing.get(group, []), part):",
+        old="        if not holds(found.missing.get(group, []), part):",
         new="        if group not in found.missing:",
         tests=("kv/test_pieces.py::test_what_an_import_under_way_refuses",),
     ),

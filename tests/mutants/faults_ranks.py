@@ -121,8 +121,8 @@ MUTANTS = (
     Mutant(
         name="stages-lose-the-first-stages-states",
         file="kv/recurrent.py",
-        old="        self.storage.put(layer, slots, self.division.put(seq_id, layer_id, (STATES, layer), slots, planes, own, whole))\n",
-        new="        self.division.put(seq_id, layer_id, (STATES, layer), slots, planes, own, whole)\n",
+        old="        self.storage.put(layer_id, slots, self.division.put(seq_id, layer_id, place, slots, planes, own, whole))\n",
+        new="        self.division.put(seq_id, layer_id, place, slots, planes, own, whole)\n",
         tests=(f"{STAGES}::test_files_of_stages_are_those_of_one_process[mamba2]",),
     ),
     Mutant(

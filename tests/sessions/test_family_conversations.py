@@ -60,7 +60,7 @@ def sizes(checkpoint: Checkpoint, make_llm: MakeLLM) -> dict[str, int]:
     part = engine_of(llm).runner.state.parts.recurrent
     return {
         "bytes_per_token": llm.bytes_per_token,
-        "state_bytes": 0 if part is None else bytes_per_state(part.specs),
+        "state_bytes": 0 if part is None else bytes_per_state(part.specs.values()),
     }
 
 

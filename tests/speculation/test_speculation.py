@@ -219,7 +219,7 @@ def test_many_recurrent_requests_in_few_slots(make_llm: MakeLLM, tmp_path: Path)
     prompts = [random_tokens(12, seed=seed) for seed in range(6)]
     told = Told()
     told.known = [prompt + checkpoint.greedy(prompt, 24) for prompt in prompts]
-    state_bytes = bytes_per_state(engine_of(make_llm(checkpoint)).runner.state.parts.recurrent.specs)  # type: ignore[attr-defined]
+    state_bytes = bytes_per_state(engine_of(make_llm(checkpoint)).runner.state.parts.recurrent.specs.values())  # type: ignore[attr-defined]
     llm = drafting(make_llm(checkpoint, kv_cache_memory=26 * state_bytes, speculative="lookup"), told)
     assert token_ids(llm.generate(prompts, greedy(24))) == [checkpoint.greedy(prompt, 24) for prompt in prompts]
     assert llm.metrics()["quire:accepted_tokens_total"] > 0

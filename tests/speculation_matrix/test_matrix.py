@@ -181,7 +181,7 @@ class Life:
 def small_pool(llm: LLM, row: Row) -> int:
     """Return the bytes of a pool in which the requests of a row do not all fit."""
     state = engine_of(llm).runner.state
-    slots = bytes_per_state(state.parts.recurrent.specs) if state.recurrent_ids else 0  # type: ignore[attr-defined]
+    slots = bytes_per_state(state.parts.recurrent.specs.values()) if state.recurrent_ids else 0  # type: ignore[attr-defined]
     return 100 * llm.bytes_per_token + (28 if llm.bytes_per_token else 10) * slots
 
 

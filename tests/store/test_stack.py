@@ -40,7 +40,7 @@ class Shelf:
     """A tier that fails and waits as it is told."""
 
     def __init__(self, kind: str = "disk") -> None:
-        self.kind, self.label, self.is_durable = kind, f"the {kind} shelf", True
+        self.kind, self.label = kind, f"the {kind} shelf"
         self.held: dict[ObjectKey, Blob] = {}
         self.pinned: set[ObjectKey] = set()
         self.calls: list[str] = []

@@ -38,7 +38,6 @@ def test_urls(monkeypatch: pytest.MonkeyPatch, url: str, kind: str, label: str, 
 def test_several() -> None:
     tiers = open_tiers(["memory://1KiB", "file:///a", "redis://b"])
     assert [tier.kind for tier in tiers] == ["memory", "disk", "redis"]
-    assert [tier.is_durable for tier in tiers] == [False, True, True]
     assert isinstance(tiers[1], FileTier)
     assert open_tiers([]) == []
 

@@ -82,8 +82,9 @@ class Line(Protocol):
 class PeerRows(Protocol):
     """The rows of K and V, and the recurrent states, of the other ranks, as rank 0 has them.
 
-    Any thread may call. A ``place`` is a layer class, or ``STATES``, and the number of a layer in
-    it; *planes* are as in ``contracts.kv_format``, or by number those of a recurrent layer.
+    Any thread may call. A ``place`` is a layer class and the number of a layer in it, or ``STATES``
+    and the id of a recurrent layer; *planes* are as in ``contracts.kv_format``, or by number those
+    of a recurrent layer.
     ``RanksBroken`` if a rank ended, or does not answer in time.
     """
 

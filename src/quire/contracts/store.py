@@ -91,7 +91,8 @@ class ObjectPart(NamedTuple):
 
 
 class StoreTier(Protocol):
-    """One place that keeps objects. A new tier is one file that implements this.
+    """A durable tier: a place that keeps objects beyond the process. A new one is one file that
+    implements this.
 
     All verbs are coroutines, run on the store's own event loop; a tier that blocks uses threads.
     Any number of calls may run at once. Errors of the medium (no route, disk full, permission) are
@@ -104,11 +105,9 @@ class StoreTier(Protocol):
     """
 
     kind: str
-    """``memory``, ``disk``, ``redis``, ``object``: its name in outputs and metrics."""
+    """``disk``, ``redis``, ``object``: its name in outputs and metrics."""
     label: str
     """Its location, without secrets, for messages."""
-    is_durable: bool
-    """Whether its objects outlive the process."""
 
     async def get(self, keys: Sequence[ObjectKey]) -> list[Blob | None]:
         """Return the objects in the order of the keys, None for missing ones. It counts as use of
@@ -122,7 +121,7 @@ class StoreTier(Protocol):
 
     async def put(self, key: ObjectKey, blob: Blob) -> bool:
         """Keep an object; return False, and change nothing, if no room can be made. The same key
-        twice keeps one, but a record is replaced. Once a durable tier has returned True, the object
+        twice keeps one, but a record is replaced. Once a tier has returned True, the object
         survives a crash of the machine."""
         ...
 
@@ -140,7 +139,7 @@ class StoreTier(Protocol):
 
     async def pin(self, keys: Collection[ObjectKey], pinned: bool) -> None:
         """Pin objects (or unpin: not ``pinned``). Neither a pinned object nor its ancestors are
-        evicted. Durable in a durable tier. Unknown keys are ignored."""
+        evicted, also in other processes. Unknown keys are ignored."""
         ...
 
     async def stat(self) -> TierStat:
@@ -148,5 +147,5 @@ class StoreTier(Protocol):
         ...
 
     async def close(self) -> None:
-        """Close connections and files; objects stay in a durable tier."""
+        """Close connections and files; objects stay."""
         ...

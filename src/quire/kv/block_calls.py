@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.contracts.attention import AttentionBackend
 from quire.contracts.block_calls import DecodeForwards, PartsBackend, StackParts
 from quire.contracts.layers import LatentAttention, RopeSpec
 from quire.contracts.rows import HeadNormWeights, Rotation
@@ -155,13 +154,3 @@ class LayerParts:
         layer, heads = part.layer, part.layer.spec.num_heads
         made = self._backend.forward_part(prepared, heads, layer.view, rotation, slots_T)
         return ForwardPart(prepared, rotation, slots_T, made)
-
-
-def layer_parts(
-    backend: AttentionBackend,
-    layer: Callable[[int], Layer],
-    rotary_table: Callable[[RopeSpec], RotaryTable],
-    page_size: int,
-) -> LayerParts | None:
-    """Return the layers for a backend that has structures of them; None for others."""
-    return LayerParts(backend, layer, rotary_table, page_size) if isinstance(backend, PartsBackend) else None

@@ -91,6 +91,6 @@ def narrow_refusal(state: StateParts, batch: Batch) -> str:
         return "recurrent layers need every token"
     if state.encoders is not None:
         return "cross layers are planned for all rows"
-    if any(spec.rope_mode == "inline" for spec in state.paged.specs):
+    if any(spec.rope_mode == "inline" for spec in state.paged.specs.values()):
         return "keys of some layers are stored raw and rotated when they are read"
     return ""

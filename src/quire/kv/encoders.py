@@ -1,8 +1,8 @@
 """Cross layers: K and V of an encoder, written once for a sequence, shared by forks, in a pool.
 
 An *encoding* is what the encoder has left for one sequence: pages, of which each cross layer uses
-the first S rows in its own tensors. Forks hold the same encoding; a writer gets a copy of a shared
-encoding. Windows, trees, pops and the bracket of a forward do not concern it.
+the first S rows in its own tensors. Forks share all of its pages; a writer gets copies. Windows,
+trees, pops and the bracket of a forward do not concern it.
 
 Letters: S rows of the encoder in one layer; T new tokens; Hq, Hkv heads; Dk, Dv head sizes; P page
 size.
@@ -35,16 +35,12 @@ from quire.ops.attention import attention_weights
 
 @dataclass(slots=True, eq=False)
 class Encoding:
-    """What the encoder has left for one sequence and its forks."""
+    """What the encoder has left for one sequence."""
 
-    number: int
-    """No two of a table have the same."""
     pages: PageIds
-    """Held by this encoding alone."""
+    """At least one. Either all are shared with forks, or none is."""
     rows: dict[int, int]
     """S of each layer that is set, by layer id."""
-    holders: int = 1
-    """Sequences that name it."""
 
 
 class EncodingTable:
@@ -56,7 +52,6 @@ class EncodingTable:
         self.num_splits = 0
         """Shared pages that were copied so far."""
         self._held: dict[SeqId, Encoding] = {}
-        self._made = 0
 
     def get(self, seq_id: SeqId) -> Encoding | None:
         """Return the encoding of a sequence; None: none of its layers is set."""
@@ -70,20 +65,17 @@ class EncodingTable:
     def num_pages(self, seq_id: SeqId) -> tuple[int, int]:
         """Return two counts: the pages of the sequence, and the shared ones among them."""
         found = self._held.get(seq_id)
-        size = 0 if found is None else found.pages.size
-        return size, size if found is not None and found.holders > 1 else 0
+        return (0, 0) if found is None else (found.pages.size, 0 if self._is_alone(found) else found.pages.size)
 
-    @property
-    def num_shared(self) -> int:
-        """Pages that more than one sequence holds."""
-        shared = {one.number: one.pages.size for one in self._held.values() if one.holders > 1}
-        return sum(shared.values())
+    def _is_alone(self, found: Encoding) -> bool:
+        """Return whether no fork shares the pages of an encoding."""
+        return self.pool.references.item(found.pages[0]) == 1
 
     def require_room(self, seq_id: SeqId, rows: int, verb: str) -> None:
         """Raise ``ResourceExhausted`` unless there are pages for ``own``."""
         found, needed = self._held.get(seq_id), pages_for(rows, self.page_size)
         if found is not None:
-            needed = max(needed, found.pages.size) - (found.pages.size if found.holders == 1 else 0)
+            needed = max(needed, found.pages.size) - (found.pages.size if self._is_alone(found) else 0)
         if needed > self.pool.num_free:
             raise ResourceExhausted(
                 f"{verb}: {needed} pages of {self.page_size} encoder rows are needed and {self.pool.num_free} of "
@@ -91,25 +83,23 @@ class EncodingTable:
             )
 
     def own(self, seq_id: SeqId, rows: int) -> list[SlotCopy]:
-        """Let a sequence hold an encoding alone, with pages for at least ``rows`` rows. The caller
-        asks ``require_room`` before, and makes the copies before anything is written."""
+        """Let a sequence have pages of its own for at least ``rows`` rows. The caller asks
+        ``require_room`` before, and makes the copies before anything is written."""
         found, wanted = self._held.get(seq_id), pages_for(rows, self.page_size)
-        if found is not None and found.holders == 1:
+        if found is not None and self._is_alone(found):
             if wanted > found.pages.size:
                 found.pages = np.concatenate((found.pages, self.pool.take(wanted - found.pages.size)))
             return []
         old = np.empty(0, dtype=np.int32) if found is None else found.pages
         pages = self.pool.take(max(wanted, old.size))
-        if found is not None:
-            found.holders -= 1
-        self._made += 1
-        self._held[int(seq_id)] = Encoding(self._made, pages, {} if found is None else dict(found.rows))
+        self.pool.release(old)
+        self._held[int(seq_id)] = Encoding(pages, {} if found is None else found.rows)
         self.num_splits += old.size
         size, moves = self.page_size, zip(old.tolist(), pages[: old.size].tolist(), strict=True)
         return [SlotCopy(source * size, target * size, size) for source, target in moves]
 
     def note(self, seq_id: SeqId, layer_id: int, rows: int) -> None:
-        """Note the ``rows`` rows of a layer in an encoding that the sequence holds alone."""
+        """Note the ``rows`` rows of a layer, which lie in pages of the sequence's own."""
         self._held[seq_id].rows[layer_id] = rows
 
     def slots(self, seq_id: SeqId, part: range) -> NDArray[np.int64]:
@@ -117,19 +107,16 @@ class EncodingTable:
         return slots_of(self._held[seq_id].pages, part.start, part.stop, self.page_size)
 
     def fork(self, parent_id: SeqId, child_id: SeqId) -> None:
-        """Let the child hold what the parent holds."""
+        """Share the parent's pages with the child."""
         found = self._held.get(parent_id)
         if found is not None:
-            found.holders += 1
-            self._held[int(child_id)] = found
+            self.pool.share(found.pages)
+            self._held[int(child_id)] = Encoding(found.pages, dict(found.rows))
 
     def remove(self, seq_id: SeqId) -> None:
-        """Release a sequence's encoding; pages are free when the last holder goes."""
-        found = self._held.pop(seq_id, None)
-        if found is not None:
-            found.holders -= 1
-            if not found.holders:
-                self.pool.release(found.pages)
+        """Release the pages of a sequence's encoding."""
+        if (found := self._held.pop(seq_id, None)) is not None:
+            self.pool.release(found.pages)
 
     def clear(self) -> None:
         self._held.clear()
@@ -137,19 +124,11 @@ class EncodingTable:
 
     def check(self, known: Collection[SeqId]) -> None:
         """Recount everything; ``QuireError`` names what is broken. ``known``: all sequences."""
-        holders: dict[int, list[SeqId]] = {}
         expected = np.zeros(self.pool.num_pages, dtype=np.int32)
         for seq_id, one in self._held.items():
             if seq_id not in known:
                 raise QuireError(f"encoder rows of sequence {seq_id} are held, which does not exist")
-            if one.number not in holders:
-                np.add.at(expected, one.pages, 1)
-            holders.setdefault(one.number, []).append(seq_id)
-        for seq_id, one in self._held.items():
-            if one.holders != len(holders[one.number]):
-                raise QuireError(
-                    f"the encoding of sequence {seq_id} counts {one.holders} holders, {len(holders[one.number])} name it"
-                )
+            np.add.at(expected, one.pages, 1)
             needed = pages_for(max(one.rows.values(), default=0), self.page_size)
             if not needed or min(one.rows.values()) < 1 or one.pages.size != needed:
                 raise QuireError(f"the encoding of sequence {seq_id} has {one.pages.size} pages for rows {one.rows}")
@@ -246,7 +225,7 @@ class EncoderPass:
                 raise FailedPrecondition(
                     f"cross_attention: layer {layer_id} has no encoder rows of sequence {seq_id}; call set_cross_kv"
                 )
-            key.append((encoding.number, rows))
+            key.append((encoding.pages.item(0), rows))
             tables.append(encoding.pages[: pages_for(rows, table.page_size)])
         found = self._prepared.get(tuple(key))
         if found is None:

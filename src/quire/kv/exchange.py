@@ -26,7 +26,6 @@ from quire.contracts.layers import CrossAttention, LatentAttention
 from quire.kv.exports import SequenceExport
 from quire.kv.metadata_checks import hash_of, ranges_of
 from quire.kv.parts import StateParts
-from quire.kv.recurrent import RecurrentPart, dtype_of
 from quire.kv.sequences import Sequence
 from quire.kv.storage import StoredSpec, check_tensor, geometry
 from quire.statefile.container import bytes_of
@@ -51,7 +50,7 @@ def get_layout(state: StateParts) -> dict[str, Any]:
                     for one in spec.states
                 ],
             }
-            for layer, spec in zip(state.recurrent.layer_ids, state.recurrent.whole_specs, strict=True)
+            for layer, spec in state.recurrent.whole_specs.items()
         ]
     found["layers"] = [layer_metadata(spec, state.paged.format) for spec in state.whole_specs.values()]
     return found
@@ -97,7 +96,7 @@ def describe(
         "length": length,
         "held": [
             {
-                "layers": [state.paged.layer_ids[layer] for layer in one.layers],
+                "layers": list(one.layers),
                 "ranges": [[part.start, part.stop] for part in parts],
             }
             for one, parts in zip(state.paged.classes, held, strict=True)
@@ -140,7 +139,7 @@ def export_page_group(
     ``latent [n, row]``.
     ``FailedPrecondition`` for a cross layer that is not set."""
     part = state.recurrent
-    recurrent = part is not None and group in part.layer_ids
+    recurrent = part is not None and group in part.specs
     if not recurrent:
         state.spec(group)
     state.sequences.get(seq_id)
@@ -203,12 +202,6 @@ def group_plan(spec: StoredSpec, rows: int, format: KVFormat) -> dict[str, Tenso
     return {name: TensorPlan((rows, *plane.shape), plane.dtype) for name, plane in planes.items()}
 
 
-def recurrent_plan(part: RecurrentPart, layer_id: int, kept: Iterable[int]) -> dict[str, TensorPlan]:
-    """Return the tensors of a recurrent layer: the present state and the ``kept`` ones."""
-    found = part.group_tensors(layer_id, kept)
-    return {name: TensorPlan(one.shape, dtype_of(one)) for name, one in found.items()}
-
-
 def groups_of(state: StateParts, rows: Mapping[int, int], kept: Iterable[int]) -> dict[int, dict[str, TensorPlan]]:
     """Return the tensors of every group, by layer: ``rows`` of each attention layer named there,
     the present state and the ``kept`` ones of each recurrent layer."""
@@ -218,8 +211,8 @@ def groups_of(state: StateParts, rows: Mapping[int, int], kept: Iterable[int]) -
             found[layer] = group_plan(spec, rows[layer], state.paged.format)
     if state.recurrent is not None:
         kept = list(kept)
-        for layer in state.recurrent.layer_ids:
-            found[layer] = recurrent_plan(state.recurrent, layer, kept)
+        for layer in state.recurrent.specs:
+            found[layer] = state.recurrent.group_plan(layer, kept)
     return dict(sorted(found.items()))
 
 
@@ -233,7 +226,7 @@ def rows_of(state: StateParts, seq_id: SeqId) -> dict[int, int]:
     found: dict[int, int] = {}
     for index, one in enumerate(state.paged.classes):
         held_rows = sum(map(len, state.sequences.held(seq_id, index)))
-        found |= dict.fromkeys((state.paged.layer_ids[layer] for layer in one.layers), held_rows)
+        found |= dict.fromkeys(one.layers, held_rows)
     if state.encoders is not None and (encoding := state.encoders.table.get(seq_id)) is not None:
         found |= encoding.rows
     return found

@@ -18,7 +18,7 @@ from quire.kv.forward_need import slots_of
 from quire.kv.pages import PageIds
 from quire.kv.parts import StateParts
 from quire.kv.storage import geometry
-from quire.kv.windows import describe_ranges
+from quire.kv.windows import describe_ranges, holds
 
 
 @checks_arguments()
@@ -60,7 +60,7 @@ class SequenceExport:
     def rows(self, layer: int, start: int, stop: int) -> dict[str, Tensor]:
         found = self.state.rows_layer(layer, "rows")
         kept = self.ranges[found.class_index]
-        if not any(part.start <= start < stop <= part.stop for part in kept):
+        if start >= stop or not holds(kept, range(start, stop)):
             raise InvalidArgument(
                 f"rows: positions {start}..{stop - 1} of layer {layer}; one or more of a range of {describe_ranges(kept)} are needed"
             )
@@ -83,7 +83,7 @@ class SequenceExport:
         if layer in self.state.stored_specs:
             raise Unsupported(f"states: layer {layer} keeps rows and no state of fixed size; call rows")
         part = self.state.recurrent_part("states")
-        part.layer(layer)
+        part.layer(layer)  # InvalidArgument for an unknown one
         if position not in self.slots:
             raise InvalidArgument(f"states: position {position}; there are states at {self.positions}")
         slot = np.array([self.slots[position]], dtype=np.int64)

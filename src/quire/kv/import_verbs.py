@@ -7,7 +7,7 @@ written; the others are its own until the import ends.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -26,7 +26,6 @@ from quire.kv.exchange import (
     get_layout,
     group_plan,
     groups_of,
-    recurrent_plan,
     require_whole,
     rows_by_layer,
 )
@@ -36,7 +35,7 @@ from quire.kv.metadata_checks import holes_of, promised_checksums, ranges_of, va
 from quire.kv.parts import StateParts
 from quire.kv.sequences import check_id, check_integer
 from quire.kv.stored_rows import require_held
-from quire.kv.windows import describe_ranges
+from quire.kv.windows import describe_ranges, holds
 
 
 def plan_import(state: StateParts, metadata: Mapping[str, Any]) -> dict[int, dict[str, TensorPlan]]:
@@ -124,7 +123,7 @@ def _check_shared(state: StateParts, metadata: Mapping[str, Any], shared: int, v
         if one.window is None:
             keeping += item["layers"]
             ranges = ranges_of(item)
-            if shared and not _holds(ranges, range(shared)):
+            if shared and not holds(ranges, range(shared)):
                 raise InvalidArgument(
                     f"{verb}: {shared} shared tokens, and the metadata hold positions {describe_ranges(ranges)} of layers {item['layers']}"
                 )
@@ -147,9 +146,9 @@ def _check_parent(state: StateParts, parent: SeqId | None, shared: int) -> None:
 def import_page_group(state: StateParts, seq_id: SeqId, group: int, tensors: Mapping[str, Tensor]) -> None:
     part, verb = state.recurrent, "import_page_group"
     started = state.imports.get(seq_id)
-    if part is not None and group in part.layer_ids:
+    if part is not None and group in part.specs:
         state.sequences.get(seq_id)
-        plan = recurrent_plan(part, group, part.table.kept(seq_id))
+        plan = part.group_plan(group, part.table.kept(seq_id))
     else:
         state.spec(group)
         state.sequences.get(seq_id)
@@ -194,7 +193,7 @@ def import_rows(
     part = range(start, start + count)
     started = state.imports.get(seq_id)
     expected = started.rows[group] if started else [part]
-    if not part or not _holds(expected, part):
+    if not part or not holds(expected, part):
         raise InvalidArgument(
             f"{verb}: rows {describe_ranges([part])} of layer {group}; one or more of a range of {describe_ranges(expected)} "
             "are expected"
@@ -205,7 +204,7 @@ def import_rows(
             raise FailedPrecondition(
                 f"{verb}: the metadata has checksums of all rows of layer {group}; give them at once, by import_page_group"
             )
-        if not _holds(found.missing.get(group, []), part):
+        if not holds(found.missing.get(group, []), part):
             raise FailedPrecondition(
                 f"{verb}: rows {describe_ranges([part])} of layer {group} were imported already, at least in part; missing: "
                 f"{describe_ranges(found.missing.get(group, []))}"
@@ -308,7 +307,7 @@ def check_imports(state: StateParts) -> None:
     for seq_id, started in state.imports.items():
         with started.lock:  # Another thread may be writing rows.
             missing = dict(started.missing)
-        for layer in missing.keys() & set(state.paged.layer_ids):
+        for layer in missing.keys() & state.paged.specs.keys():
             index = state.layer(layer).class_index
             own, pool = started.pages[index], state.sequences.pools[index]
             table = state.sequences.get(seq_id).tables[index].pages[: own.size]
@@ -372,8 +371,3 @@ def _check_tensors(
             raise InvalidArgument(
                 f"{verb}: {name} of layer {group} is {given.dtype} {tuple(given.shape)}, expected {one.dtype} {one.shape}"
             )
-
-
-def _holds(parts: Iterable[range], wanted: range) -> bool:
-    """Return whether one of these ranges contains another one."""
-    return any(part.start <= wanted.start and wanted.stop <= part.stop for part in parts)

@@ -34,7 +34,7 @@ class LayerClass:
     window: int | None
     """None: all tokens are kept."""
     layers: tuple[int, ...]
-    """Indices into the specs, ascending."""
+    """Ids, ascending."""
     storage: PagedStorage
 
 

@@ -18,7 +18,7 @@ from quire.base.types import SeqId
 from quire.contracts.kv_state import ModelState
 from quire.contracts.layers import LayerSpec, Recurrent
 from quire.kv.recurrent import initial_of
-from quire.kv.windows import describe_ranges
+from quire.kv.windows import describe_ranges, holds
 
 
 def names_of(spec: LayerSpec) -> tuple[str, ...]:
@@ -96,7 +96,7 @@ def checked(
         kept = read(kv, seq, layer, partly=False)
     else:
         held = kv.held(seq, layer)
-        if count and not any(part.start <= start and start + count <= part.stop for part in held):
+        if count and not holds(held, range(start, start + count)):
             raise FailedPrecondition(
                 f"set_kv: rows {start}..{start + count - 1} of layer {layer}, whose window holds positions {describe_ranges(held)}"
             )

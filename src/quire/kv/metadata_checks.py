@@ -15,7 +15,7 @@ import numpy as np
 from quire.base.errors import InvalidArgument
 from quire.contracts.kv_state import TensorPlan
 from quire.kv.parts import StateParts
-from quire.kv.windows import NO_HOLE, Hole, Window, describe_ranges, held, visibility
+from quire.kv.windows import NO_HOLE, Hole, Window, describe_ranges, held, holds, visibility
 from quire.statefile.schema import FORMAT_VERSION, Extent, Fault, GroupOfTensors, fitted
 
 
@@ -136,7 +136,7 @@ def _validate_windows(state: StateParts, given: Mapping[str, Any], length: int) 
     accepted = [0] if window is None else [0, max(0, length - window.size)]
     if evicted not in accepted:
         raise InvalidArgument(f"import: evicted {evicted!r} found, one of {accepted} expected")
-    items, mine = given["held"], [[state.paged.layer_ids[layer] for layer in one.layers] for one in state.paged.classes]
+    items, mine = given["held"], [list(one.layers) for one in state.paged.classes]
     if [one["layers"] for one in items] != mine:
         raise InvalidArgument(f"import: held {items!r} found; one item for each of the layers {mine} expected")
     sink = window.sink if window else 0
@@ -150,7 +150,7 @@ def _validate_windows(state: StateParts, given: Mapping[str, Any], length: int) 
         if seen.sinks_T2 is not None:
             needed.append(range(*seen.sinks_T2[0].tolist()))
         for part in needed:
-            if part and not any(kept.start <= part.start and part.stop <= kept.stop for kept in ranges):
+            if part and not holds(ranges, part):
                 raise InvalidArgument(
                     f"import: positions {describe_ranges(ranges)} are held, and the next token sees {describe_ranges([part])}"
                 )

@@ -13,10 +13,11 @@ import torch
 
 from quire.base.types import SeqId
 from quire.contracts.attention import AttentionBackend, Scoring
+from quire.contracts.block_calls import PartsBackend
 from quire.contracts.kv_format import KVFormat
 from quire.contracts.layers import LatentAttention, RopeSpec
 from quire.contracts.rows import RowKernels
-from quire.kv.block_calls import LayerParts, layer_parts
+from quire.kv.block_calls import LayerParts
 from quire.kv.forward_need import ForwardNeed, pages_for
 from quire.kv.layer_classes import Layer, LayerClass
 from quire.kv.pages import PagePool
@@ -50,9 +51,7 @@ class PagedPart(Part):
         slack: int,
         absent: Collection[int] = (),
     ) -> None:
-        self.specs = list(specs.values())
-        self.layer_ids = tuple(specs)
-        """Global ids of ``specs``, ascending."""
+        self.specs = dict(specs)
         self.page_size = page_size
         self.format = format
         self.dtype = format.dtype
@@ -70,37 +69,37 @@ class PagedPart(Part):
         )
         self.sequences.slack = slack
         self._rotary: dict[RopeSpec, RotaryTable] = {}
-        self.layer_parts: LayerParts | None = layer_parts(
-            backend, self.layers.__getitem__, self.rotary_table, page_size
-        )
+        self.layer_parts: LayerParts | None = None
+        if isinstance(backend, PartsBackend):
+            self.layer_parts = LayerParts(backend, self.layers.__getitem__, self.rotary_table, page_size)
         """For calls over whole blocks; None if the backend knows none."""
 
     def _make_pools(self, window_capacity: int | None) -> list[PagePool]:
         """Make the layer classes and their storage; return their pools."""
         members: dict[int | None, list[int]] = {}
-        for index, spec in enumerate(self.specs):
-            members.setdefault(spec.layer_window, []).append(index)
+        for layer_id, spec in self.specs.items():
+            members.setdefault(spec.layer_window, []).append(layer_id)
         pools: list[PagePool] = []
         for window, layers in members.items():
             full = window is None or window_capacity is None
             pools.append(PagePool(self.pages_of_tokens if full else pages_for(window_capacity or 1, self.page_size)))
             slots = pools[-1].num_pages * self.page_size
             storage = PagedStorage(
-                [self.specs[index] for index in layers],
+                [self.specs[layer_id] for layer_id in layers],
                 slots,
                 self.format,
                 self.device,
                 padding=self.padding,
                 row_kernels=self.rows,
-                absent=[place for place, index in enumerate(layers) if self.layer_ids[index] in self.absent],
+                absent=[place for place, layer_id in enumerate(layers) if layer_id in self.absent],
             )
-            for place, index in enumerate(layers):
-                spec, sinks_H, view = self.specs[index], None, storage.layers.get(place)
+            for place, layer_id in enumerate(layers):
+                spec, sinks_H, view = self.specs[layer_id], None, storage.layers.get(place)
                 scoring = Scoring(spec.scale)
                 if not isinstance(spec, LatentAttention):
                     scoring = Scoring(spec.scale, spec.softcap)
                     sinks_H = torch.tensor(spec.sinks, dtype=torch.float32, device=self.device) if spec.sinks else None
-                self.layers[self.layer_ids[index]] = Layer(spec, len(self.classes), place, view, scoring, sinks_H)
+                self.layers[layer_id] = Layer(spec, len(self.classes), place, view, scoring, sinks_H)
             self.classes.append(LayerClass(window, tuple(layers), storage))
         return pools
 

@@ -2,10 +2,14 @@
 
 A page is P consecutive slots in every layer of one layer class. Its reference count is the number
 of page-table entries that name it, plus one for each hand-over that is being received into it. At
-zero the page is free. A sequence holds its page tables until it is removed, cut, or its window has
-passed a page. Requests, sessions, the prefix cache, KV caches, hand-overs and pending writes to a
-store own sequences, among others. Slots of encoder rows and of recurrent states are counted in the
-same way.
+zero the page is free. Requests, sessions, the prefix cache, KV caches, hand-overs and pending
+writes to a store own sequences, among others.
+
+All references are taken and dropped in ``sequence_table``. Taken: by a forward, a fork, an import,
+a hand-over. Dropped: when the sequence is removed, when it goes back (``_trim``), when its window
+has passed a page (``_leave``), when it gets a copy of a shared page that it writes, when a forward
+is aborted. Pages of encoder rows (``encoders``) and slots of recurrent states (``recurrent_table``)
+are counted in the same way.
 """
 
 from __future__ import annotations

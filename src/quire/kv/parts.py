@@ -168,20 +168,20 @@ class StateParts:
 
     def layer_spec(self, layer_id: int) -> LayerSpec:
         """Return a layer of any kind, with all heads; ``InvalidArgument`` for an unknown id."""
-        if self.recurrent is not None and layer_id in self.recurrent.layer_ids:
-            return self.recurrent.whole_specs[self.recurrent.layer(layer_id)]
+        if self.recurrent is not None and layer_id in self.recurrent.specs:
+            return self.recurrent.whole_specs[layer_id]
         return self.whole_specs.get(layer_id) or self.spec(layer_id)
 
     def own_spec(self, layer_id: int) -> LayerSpec:
         """Return a layer of any kind, with the heads that are here; ``InvalidArgument`` for an
         unknown id."""
-        if self.recurrent is not None and layer_id in self.recurrent.layer_ids:
-            return self.recurrent.specs[self.recurrent.layer(layer_id)]
+        if self.recurrent is not None and layer_id in self.recurrent.specs:
+            return self.recurrent.specs[layer_id]
         return self.spec(layer_id)
 
     @property
     def recurrent_ids(self) -> tuple[int, ...]:
-        return () if self.recurrent is None else tuple(self.recurrent.layer_ids)
+        return () if self.recurrent is None else tuple(self.recurrent.specs)
 
     def recurrent_part(self, verb: str) -> RecurrentPart:
         """Return the recurrent layers; ``Unsupported`` where there are none."""
@@ -194,12 +194,12 @@ class StateParts:
         ``NotFound`` if it is unknown."""
         state_id = check_integer(state_id, f"{verb}: state", 0)
         part = self.recurrent_part(verb)
-        if layer_id not in part.layer_ids:
+        if layer_id not in part.specs:
             kind = self.spec(layer_id).kind  # InvalidArgument for an unknown one
             if seq_id is not None:
                 self.sequences.get(seq_id)
             refuse_layer(verb, layer_id, kind)
-        spec = part.specs[part.layer(layer_id)]
+        spec = part.specs[layer_id]
         if state_id >= len(spec.states):
             raise InvalidArgument(f"{verb}: layer {layer_id} has states 0..{len(spec.states) - 1}, got {state_id}")
         return spec.states[state_id]

@@ -15,7 +15,7 @@ from torch import Tensor
 from quire.base.errors import DataLoss
 from quire.base.types import SeqId
 from quire.contracts.channel import Channel
-from quire.kv.exchange import group_plan, recurrent_plan
+from quire.kv.exchange import group_plan
 from quire.kv.forward_need import ReceivedPages
 from quire.kv.messages import planes_of
 from quire.kv.parts import StateParts
@@ -99,7 +99,7 @@ class Reception(Transfer):
             self._take_rows(layer, np.array(header["runs"], dtype=np.int64).reshape(-1, 2), data)
         elif kind == "state":
             part = state.recurrent_part("disagg_wait")
-            planes = planes_of(data, recurrent_plan(part, layer, ()), f"the state of layer {layer}")
+            planes = planes_of(data, part.group_plan(layer, ()), f"the state of layer {layer}")
             part.put(self.seq_id, layer, np.array([self._slot]), [[plane] for plane in planes.values()])
             self._states.discard(layer)
         else:

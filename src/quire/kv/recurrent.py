@@ -24,6 +24,7 @@ from torch import Tensor
 from quire.base.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, Unsupported
 from quire.base.types import SeqId
 from quire.base.uploads import uploaded
+from quire.contracts.kv_state import TensorPlan
 from quire.contracts.layers import InitialValues, Recurrent, StateTensor
 from quire.contracts.ranks import STATES
 from quire.contracts.recurrence import (
@@ -46,7 +47,7 @@ from quire.kv.sequences import Sequence as Tokens
 from quire.kv.storage import allocate, check_tensor, copy_rows
 
 
-def bytes_per_state(specs: Sequence[Recurrent]) -> int:
+def bytes_per_state(specs: Iterable[Recurrent]) -> int:
     """Return the bytes of one state slot of these layers."""
     return sum(math.prod(one.shape) * dtype_of(one).itemsize for spec in specs for one in spec.states)
 
@@ -88,18 +89,19 @@ class RecurrentStorage:
 
     def __init__(
         self,
-        specs: Sequence[Recurrent],
+        specs: Mapping[int, Recurrent],
         num_slots: int,
         device: torch.device,
         *,
         padding: bool = False,
         absent: Collection[int] = (),
     ) -> None:
-        """Take memory for ``num_slots`` slots; ``padding``, ``absent``: see ``PagedStorage``."""
+        """Take memory for ``num_slots`` slots of these layers, by id; ``padding``, ``absent``: see
+        ``PagedStorage``."""
         self.num_slots = num_slots
         self.device = device
         groups: dict[StateTensor, list[tuple[int, int]]] = {}
-        for layer, spec in enumerate(specs):
+        for layer, spec in specs.items():
             for state, tensor in enumerate(spec.states if layer not in absent else ()):
                 groups.setdefault(tensor, []).append((layer, state))
         self.initial = num_slots + padding
@@ -168,15 +170,14 @@ class RecurrentStorage:
 class RecurrentPart(Part):
     """Recurrent layers of a KV state: bookkeeping (``table``), slots (``storage``), open forward.
 
-    ``specs``: the layers, with the global ids ``layer_ids``. ``num_slots``: states that fit in all,
-    of present ones, checkpoints and rings. ``ring``, ``interval``: see ``RecurrentTable``. The
-    caller checks ids, lengths, tree parents and the bracket; layers and tensors are checked here.
+    ``specs``: the layers by id, ascending. ``num_slots``: states that fit in all, of present ones,
+    checkpoints and rings. ``ring``, ``interval``: see ``RecurrentTable``. Verbs of the state check
+    all arguments and the bracket; those of a pass are checked here.
     """
 
     def __init__(
         self,
-        specs: Sequence[Recurrent],
-        layer_ids: Sequence[int],
+        specs: Mapping[int, Recurrent],
         *,
         num_slots: int,
         ring: int = 4,
@@ -185,65 +186,43 @@ class RecurrentPart(Part):
         backend: RecurrenceBackend,
         padding: bool = False,
         division: DividedRows | None = None,
-        whole: Sequence[Recurrent] = (),
+        whole: Mapping[int, Recurrent] | None = None,
     ) -> None:
         """``division``: the ranks that hold the layers; None: all are here. ``whole``: the layers
         with all heads, if ranks divide them."""
-        if len(specs) != len(layer_ids) or len(set(layer_ids)) != len(layer_ids):
-            raise InvalidArgument(f"{len(specs)} recurrent layers with ids {list(layer_ids)}; give each its own id")
-        for name, given, least in (
-            ("num_slots", num_slots, 1),
-            ("ring", ring, 0),
-            ("checkpoint_interval", interval, 0),
-        ):
-            if given < least:
-                raise InvalidArgument(f"{name} {given}; at least {least} is needed")
-        for layer_id, spec in zip(layer_ids, specs, strict=True):
+        for layer_id, spec in specs.items():
             if not spec.states:
                 raise InvalidArgument(f"layer {layer_id} has no states; at least one is needed")
-        self.specs = list(specs)
-        self.whole_specs = list(whole) or self.specs
+        self.specs = dict(specs)
+        self.whole_specs = dict(whole or specs)
         """``specs`` with the heads of all ranks, as files and callers see them."""
-        self.layer_ids = list(layer_ids)
         self.device = torch.device(device)
         self.backend = backend
         # ``isinstance`` of a protocol looks at all of its members: too slow for each layer.
         self.pooled = backend if isinstance(backend, PooledRecurrence) else None
         """The backend, if it computes on states where they are stored."""
         self.division = division
-        others = () if division is None else division.absent
-        absent = [index for index, layer_id in enumerate(layer_ids) if layer_id in others]
+        absent = () if division is None else division.absent
         self.storage = RecurrentStorage(self.specs, num_slots, self.device, padding=padding, absent=absent)
         self.table = RecurrentTable(num_slots, ring=ring, interval=interval)
         self.current_pass: RecurrentPass | None = None
         """The open forward."""
-        self._indices = {layer_id: index for index, layer_id in enumerate(layer_ids)}
         self._stack: PoolStack | None = None
 
     def stack(self, layer_ids: tuple[int, ...]) -> PoolStack:
         """Return the pools of layers that run one after the other; ``InvalidArgument`` for an
         unknown id."""
         if self._stack is None or self._stack.layer_ids is not layer_ids:
-            layers = [self.layer(layer_id) for layer_id in layer_ids]
-            members = [[(layer, state) for state in range(len(self.specs[layer].states))] for layer in layers]
+            members = [[(layer, state) for state in range(len(self.layer(layer).states))] for layer in layer_ids]
             pools = tuple(tuple(self.storage.rows_S[one] for one in states) for states in members)
             self._stack = PoolStack(layer_ids, tuple(one for states in members for one in states), StackPools(pools))
         return self._stack
 
-    def layer(self, layer_id: int) -> int:
-        """Return the index of a layer; ``InvalidArgument`` for an unknown id."""
-        if layer_id not in self._indices:
-            raise InvalidArgument(f"layer {layer_id!r}; the recurrent layers are {self.layer_ids}")
-        return self._indices[layer_id]
-
-    def tensor(self, layer_id: int, state_id: int) -> tuple[int, StateTensor]:
-        """Return the layer's index and the state tensor, with the heads that are here;
-        ``InvalidArgument`` for unknown ids."""
-        layer = self.layer(layer_id)
-        states = self.specs[layer].states
-        if isinstance(state_id, bool) or state_id not in range(len(states)):
-            raise InvalidArgument(f"layer {layer_id} has states 0..{len(states) - 1}; {state_id!r} is none")
-        return layer, states[state_id]
+    def layer(self, layer_id: int) -> Recurrent:
+        """Return a layer, with the heads that are here; ``InvalidArgument`` for an unknown id."""
+        if layer_id not in self.specs:
+            raise InvalidArgument(f"layer {layer_id!r}; the recurrent layers are {list(self.specs)}")
+        return self.specs[layer_id]
 
     # -- the bracket -------------------------------------------------------------------------------
 
@@ -276,22 +255,19 @@ class RecurrentPart(Part):
     def complete(self) -> None:
         """Write the states that no layer has written: state tensors that were not set keep their
         state. The forward stays open; after further writes this is to be called again."""
-        self._open_pass().complete()
+        assert self.current_pass is not None
+        self.current_pass.complete()
 
     def publish(self) -> None:
         """Make the new states count, after ``complete``. Moves no tensor."""
-        self.table.publish(inside=self._open_pass().inside_known)
+        assert self.current_pass is not None
+        self.table.publish(inside=self.current_pass.inside_known)
         self.current_pass = None
 
     def abort(self) -> None:
         """Restore all states as before ``open``, less what rings have given up for it."""
         self.table.abort()
         self.current_pass = None
-
-    def _open_pass(self) -> RecurrentPass:
-        if self.current_pass is None or not self.current_pass.is_open:
-            raise FailedPrecondition("no forward is open; call begin_forward first")
-        return self.current_pass
 
     # -- sequences ---------------------------------------------------------------------------------
 
@@ -318,7 +294,7 @@ class RecurrentPart(Part):
     def check(self, sequences: SequenceTable) -> None:
         self.table.check()
         for seq_id in sequences.ids:
-            sequence, stands = sequences.get(seq_id), self.table.position(seq_id)
+            sequence, stands = sequences.get(seq_id), self.table.get(seq_id).length
             length = sequence.length if sequence.reserved is None else sequence.reserved
             if stands != length:
                 raise FailedPrecondition(
@@ -328,72 +304,51 @@ class RecurrentPart(Part):
     # -- reading from outside ----------------------------------------------------------------------
 
     def debug_get(self, layer_id: int, state_id: int, seq_id: SeqId, position: int | None = None) -> Tensor:
-        """Return a copy ``[*shape]`` of the present state, or of the one kept at ``position``.
-        ``FailedPrecondition`` if none is."""
-        self.tensor(layer_id, state_id)
+        """Return a copy ``[*shape]`` of the present state, or of the one kept at ``position``."""
         slot = self.table.slot_at(seq_id, position)
-        if slot is None:
-            raise FailedPrecondition(
-                f"debug_get: sequence {seq_id} has no state at position {position!r}; there is one at {list(self.table.slots(seq_id))}"
-            )
         return self.take(layer_id, np.array([slot], dtype=np.int64))[str(state_id)][0]
 
     def debug_set(self, layer_id: int, state_id: int, seq_id: SeqId, data: Tensor) -> None:
         """Overwrite a tensor of this sequence's present state, no other. ``ResourceExhausted``."""
-        layer, _ = self.tensor(layer_id, state_id)
-        self.check_data("debug_set", self.whole_specs[layer].states[state_id], data, ())
         moved = self.table.own(seq_id)
         if moved is not None:
             source, target = (np.array([slot], dtype=np.int64) for slot in moved)
             self.storage.copy(source, target)
-        if (layer, state_id) in self.storage.rows_S:
+        if (layer_id, state_id) in self.storage.rows_S:
             if self.division is not None:
                 name, slice = str(state_id), self.division.share.rank
-                own, whole = (_planes(specs[layer])[name] for specs in (self.specs, self.whole_specs))
+                own, whole = (_planes(specs[layer_id])[name] for specs in (self.specs, self.whole_specs))
                 data = self.division.part_of(slice, data[None], own, whole)[0]
-            self.storage.write_one(layer, state_id, int(self.table.slots(seq_id)[self.table.position(seq_id)]), data)
-
-    def check_data(self, verb: str, tensor: StateTensor, data: Tensor, lead: tuple[int, ...]) -> None:
-        """Raise ``InvalidArgument`` unless ``data`` is ``[*lead, *shape]``, of the state tensor's
-        dtype and on the part's device."""
-        check_tensor(f"{verb}: data", data, dtype_of(tensor), (*lead, *tensor.shape), self.device)
+            self.storage.write_one(layer_id, state_id, self.table.get(seq_id).present, data)
 
     # -- exchange ----------------------------------------------------------------------------------
 
-    def group_tensors(self, layer_id: int, kept: Iterable[int]) -> dict[str, StateTensor]:
-        """Return a layer's tensors: ``state.i``, and ``state.i@position`` of each checkpoint."""
-        states = self.whole_specs[self.layer(layer_id)].states
+    def group_plan(self, layer_id: int, kept: Iterable[int]) -> dict[str, TensorPlan]:
+        """Return a layer's tensors: ``state.i`` is the present state, ``state.i@position`` the one
+        kept there."""
+        states = self.whole_specs[layer_id].states
         suffixes = ["", *(f"@{position}" for position in kept)]
-        return {f"state.{index}{suffix}": one for index, one in enumerate(states) for suffix in suffixes}
+        return {
+            f"state.{index}{suffix}": TensorPlan(one.shape, dtype_of(one))
+            for index, one in enumerate(states)
+            for suffix in suffixes
+        }
 
     def export(self, seq_id: SeqId, layer_id: int) -> dict[str, Tensor]:
-        """Return a layer's present state and checkpoints, named as in ``group_tensors``; fresh."""
-        kept = self.table.kept(seq_id)
-        slots = np.array(self._held_slots(seq_id), dtype=np.int64)
-        rows = self.take(layer_id, slots).values()
-        names = self.group_tensors(layer_id, kept)
+        """Return a layer's present state and checkpoints, named as in ``group_plan``; fresh."""
+        rows = self.take(layer_id, self._held_slots(seq_id)).values()
+        names = self.group_plan(layer_id, self.table.kept(seq_id))
         return {name: row.clone() for name, row in zip(names, (row for rows_N in rows for row in rows_N), strict=True)}
 
-    def _held_slots(self, seq_id: SeqId) -> list[int]:
-        """Return the slots of the present state and checkpoints, as in ``group_tensors``."""
-        found = (self.table.slot_at(seq_id, position) for position in (None, *self.table.kept(seq_id)))
-        return [NULL if slot is None else slot for slot in found]
+    def _held_slots(self, seq_id: SeqId) -> Slots:
+        """Return the slots of the present state and checkpoints, as in ``group_plan``."""
+        positions = (None, *self.table.kept(seq_id))
+        return np.array([self.table.slot_at(seq_id, position) for position in positions], dtype=np.int64)
 
     def import_group(self, seq_id: SeqId, layer_id: int, tensors: Mapping[str, Tensor]) -> None:
-        """Write the tensors of one layer of a sequence that is being imported. ``InvalidArgument``
-        unless they are exactly the tensors of ``group_tensors``."""
-        kept = self.table.kept(seq_id)
-        if not self.table.importing(seq_id):
-            raise FailedPrecondition(
-                f"import_page_group: sequence {seq_id} is not being imported; call prepare_import first"
-            )
-        wanted = self.group_tensors(layer_id, kept)
-        if set(tensors) != set(wanted):
-            raise InvalidArgument(f"import_page_group: tensors {sorted(tensors)}; {sorted(wanted)} are needed")
-        for name, tensor in wanted.items():
-            self.check_data(f"import_page_group: {name}", tensor, tensors[name], ())
-        slots = np.array(self._held_slots(seq_id), dtype=np.int64)
-        rows = [tensors[name] for name in wanted]
+        """Write the tensors of ``group_plan`` of a sequence that is being imported."""
+        slots = self._held_slots(seq_id)
+        rows = [tensors[name] for name in self.group_plan(layer_id, self.table.kept(seq_id))]
         given = [rows[start : start + len(slots)] for start in range(0, len(rows), len(slots))]
         self.put(seq_id, layer_id, slots, given)
 
@@ -401,23 +356,22 @@ class RecurrentPart(Part):
 
     def take(self, layer_id: int, slots: Slots) -> Mapping[str, Tensor]:
         """Return the fresh states of a layer in these slots, ``[n, *shape]``, by number."""
-        layer = self.layer(layer_id)
-        taken = partial(self.storage.take, layer, slots)
+        taken = partial(self.storage.take, layer_id, slots)
         if self.division is None:
             return taken()
-        own, whole = _planes(self.specs[layer]), _planes(self.whole_specs[layer])
-        return self.division.join(layer_id, (STATES, layer), slots, taken, own, whole, self.device)
+        own, whole = _planes(self.specs[layer_id]), _planes(self.whole_specs[layer_id])
+        return self.division.join(layer_id, (STATES, layer_id), slots, taken, own, whole, self.device)
 
     def put(self, seq_id: SeqId, layer_id: int, slots: Slots, states: Sequence[Sequence[Tensor]]) -> None:
         """Write states of a layer, by number those of all ``slots``, to slots of a sequence that is
         being imported or received."""
-        layer = self.layer(layer_id)
         if self.division is None:
-            self.storage.put(layer, slots, {str(state): one for state, one in enumerate(states)})
+            self.storage.put(layer_id, slots, {str(state): one for state, one in enumerate(states)})
             return
         planes = {str(state): torch.stack([*one]) for state, one in enumerate(states)}
-        own, whole = _planes(self.specs[layer]), _planes(self.whole_specs[layer])
-        self.storage.put(layer, slots, self.division.put(seq_id, layer_id, (STATES, layer), slots, planes, own, whole))
+        own, whole = _planes(self.specs[layer_id]), _planes(self.whole_specs[layer_id])
+        place = (STATES, layer_id)
+        self.storage.put(layer_id, slots, self.division.put(seq_id, layer_id, place, slots, planes, own, whole))
 
 
 def _planes(spec: Recurrent) -> dict[str, Plane]:
@@ -438,7 +392,8 @@ class RecurrentMemory:
 
 
 class RecurrentPass:
-    """The open forward of a ``RecurrentPart``: T rows, none padded, in the order of ``plan``."""
+    """The open forward of a ``RecurrentPart``: T rows, none padded, in the order of ``plan``. The
+    pass of the whole state, ``StatePass``, asks whether it is still open."""
 
     def __init__(self, part: RecurrentPart, opened: OpenRecurrent, memory: RecurrentMemory | None = None) -> None:
         """Open the pass. ``memory``: what it reads and writes; None: its own."""
@@ -467,16 +422,6 @@ class RecurrentPass:
     def _tensor(self, values: Slots | list[int]) -> Tensor:
         return uploaded(np.asarray(values, dtype=np.int64), self._part.device)
 
-    @property
-    def is_open(self) -> bool:
-        """Return whether its forward is still the open one."""
-        return self._part.table.forward is self._opened
-
-    def _require_open(self) -> None:
-        if not self.is_open:
-            # Its slots may belong to somebody else by now.
-            raise FailedPrecondition("this forward is over; take the pass of the open one")
-
     # -- recurrences -------------------------------------------------------------------------------
 
     def linear_attention(
@@ -488,7 +433,7 @@ class RecurrentPass:
         ``InvalidArgument`` unless the state tensor is float32 (or float64) ``[H, K, V]`` of the
         heads and sizes of k and v.
         """
-        layer, tensor = self.tensor(layer_id, state_id)
+        tensor = self._part.layer(layer_id).states[state_id]
         wanted = (*k_THK.shape[1:], v_THV.shape[-1])
         if tensor.shape != wanted or tensor.dtype not in ("float32", "float64"):
             raise InvalidArgument(
@@ -498,20 +443,20 @@ class RecurrentPass:
         self._check_rows("linear_attention", q_THK, k_THK, v_THV)
         given = q_THK, k_THK, v_THV
         if (pooled := self._part.pooled) is not None:
-            found = pooled.linear_attention_at(self.plan, *given, self._places(layer, state_id), **options)
+            found = pooled.linear_attention_at(self.plan, *given, self._places(layer_id, state_id), **options)
             if found is not None:
-                self._set[layer, state_id] = "wanted"
+                self._set[layer_id, state_id] = "wanted"
                 return found
-        states_GHKV = self._part.storage.read(layer, state_id, self._sources)
+        states_GHKV = self._part.storage.read(layer_id, state_id, self._sources)
         result = self._part.backend.linear_attention(self.plan, *given, states_GHKV, **options)
-        return self._take(layer, state_id, result)
+        return self._take(layer_id, state_id, result)
 
     def convolve(
         self, layer_id: int, state_id: int, x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None = None
     ) -> Tensor:
         """Run ``RecurrenceBackend.convolve`` behind the inputs before this forward, ``[T, C]``;
         store the new state. ``InvalidArgument`` unless the state tensor is ``[W - 1, C]``."""
-        layer, tensor = self.tensor(layer_id, state_id)
+        tensor = self._part.layer(layer_id).states[state_id]
         wanted = (weight_CW.shape[1] - 1, x_TC.shape[-1])
         if tensor.shape != wanted:
             raise InvalidArgument(
@@ -521,28 +466,26 @@ class RecurrentPass:
         self._check_rows("convolve", x_TC)
         given = x_TC, weight_CW, bias_C
         if (pooled := self._part.pooled) is not None:
-            found = pooled.convolve_at(self.plan, *given, self._places(layer, state_id))
+            found = pooled.convolve_at(self.plan, *given, self._places(layer_id, state_id))
             if found is not None:
-                self._set[layer, state_id] = "wanted"
+                self._set[layer_id, state_id] = "wanted"
                 return found
-        states_GWC = self._part.storage.read(layer, state_id, self._sources)
-        return self._take(layer, state_id, self._part.backend.convolve(self.plan, *given, states_GWC))
+        states_GWC = self._part.storage.read(layer_id, state_id, self._sources)
+        return self._take(layer_id, state_id, self._part.backend.convolve(self.plan, *given, states_GWC))
 
     def parts(self, layer_id: int) -> RecurrentParts | None:
         """Return the states of a layer for a call that computes all of them, and count them as
         written; None if the plan does not pass them on, or this forward has memory that keeps its
         place."""
-        layer, _ = self.tensor(layer_id, 0)
+        states = range(len(self._part.layer(layer_id).states))
         if self._keeps_place or not self._passes_on:
             return None
-        states = range(len(self._part.specs[layer].states))
-        self._set.update(((layer, state), "wanted") for state in states)
-        pools = tuple(self._part.storage.rows_S[layer, state] for state in states)
+        self._set.update(((layer_id, state), "wanted") for state in states)
+        pools = tuple(self._part.storage.rows_S[layer_id, state] for state in states)
         return RecurrentParts(self.plan, self._sources, self._targets_M, pools)
 
     def stack(self, layer_ids: tuple[int, ...]) -> StackStates | None:
         """Return the same of several layers that one call runs."""
-        self._require_open()
         if self._keeps_place or not self._passes_on:
             return None
         stack = self._part.stack(layer_ids)
@@ -553,23 +496,17 @@ class RecurrentPass:
     def _passes_on(self) -> bool:
         return self.plan.passes_on
 
-    def tensor(self, layer_id: int, state_id: int) -> tuple[int, StateTensor]:
-        """Return ``RecurrentPart.tensor``, of the open forward only."""
-        found = self._part.tensor(layer_id, state_id)
-        self._require_open()
-        return found
-
     def _check_rows(self, verb: str, *tensors: Tensor) -> None:
         if any(one.shape[0] != self.plan.num_rows for one in tensors):
             found = ", ".join(str(one.shape[0]) for one in tensors)
             raise InvalidArgument(f"{verb}: {found} rows; {self.plan.num_rows} tokens are new")
 
-    def _places(self, layer: int, state_id: int) -> StatePlaces:
-        return StatePlaces(self._part.storage.rows_S[layer, state_id], self._sources, self._targets_M)
+    def _places(self, layer_id: int, state_id: int) -> StatePlaces:
+        return StatePlaces(self._part.storage.rows_S[layer_id, state_id], self._sources, self._targets_M)
 
-    def _take(self, layer: int, state_id: int, recurred: Recurred) -> Tensor:
-        self._part.storage.write(layer, state_id, self._targets_M, recurred.states)
-        self._set[layer, state_id] = "wanted"
+    def _take(self, layer_id: int, state_id: int, recurred: Recurred) -> Tensor:
+        self._part.storage.write(layer_id, state_id, self._targets_M, recurred.states)
+        self._set[layer_id, state_id] = "wanted"
         return recurred.out
 
     # -- states by themselves ----------------------------------------------------------------------
@@ -578,11 +515,11 @@ class RecurrentPass:
         """Return the state before this forward, ``[B, *shape]``, fresh; ``per_token``:
         ``[T, *shape]``, of each row's predecessor if that is older than the forward, else 0."""
         self._require_own_memory("get", layer_id, state_id)
-        layer, tensor = self.tensor(layer_id, state_id)
+        tensor = self._part.layer(layer_id).states[state_id]
         storage = self._part.storage
         if not per_token:
-            return storage.read(layer, state_id, self._opened.need.present)
-        found_G = storage.read(layer, state_id, self._sources)
+            return storage.read(layer_id, state_id, self._opened.need.present)
+        found_G = storage.read(layer_id, state_id, self._sources)
         first = np.flatnonzero(self.plan.given >= 0)
         rows_T = torch.zeros((self.plan.num_rows, *tensor.shape), dtype=found_G.dtype, device=found_G.device)
         rows_T[self._tensor(first)] = found_G[self._tensor(self.plan.given[first])]
@@ -593,22 +530,22 @@ class RecurrentPass:
         ``per_token`` ``[T, *shape]`` after every token. ``InvalidArgument``: shape or dtype, or a
         token tree in the batch without ``per_token``."""
         self._require_own_memory("set", layer_id, state_id)
-        layer, tensor = self._part.tensor(layer_id, state_id)
+        tensor = self._part.layer(layer_id).states[state_id]
         need = self._opened.need
-        self._part.check_data("set", tensor, data, (self.plan.num_rows if per_token else len(need.counts),))
+        rows = self.plan.num_rows if per_token else len(need.counts)
+        check_tensor("set: data", data, dtype_of(tensor), (rows, *tensor.shape), self._part.device)
         if not per_token and not need.chains:
             raise InvalidArgument(
                 "set: the batch has a token tree; give the state after every token with per_token=True"
             )
-        self._require_open()
         storage = self._part.storage
         if per_token:
-            storage.write(layer, state_id, self._targets_M, data[self._tensor(need.wanted)])
-            self._set[layer, state_id] = "token"
-            self._recent_rows[layer, state_id] = data[self._tensor(self._recent)]
+            storage.write(layer_id, state_id, self._targets_M, data[self._tensor(need.wanted)])
+            self._set[layer_id, state_id] = "token"
+            self._recent_rows[layer_id, state_id] = data[self._tensor(self._recent)]
         else:
-            storage.write(layer, state_id, self._targets_M[self._tensor(need.offsets[1:] - 1)], data)
-            self._set[layer, state_id] = "end"
+            storage.write(layer_id, state_id, self._targets_M[self._tensor(need.offsets[1:] - 1)], data)
+            self._set[layer_id, state_id] = "end"
 
     def _require_own_memory(self, verb: str, layer_id: int, state_id: int) -> None:
         """Raise ``Unsupported`` in a forward whose memory keeps its place: it may be captured."""

@@ -1,7 +1,7 @@
 """The recurrent states of all sequences: look-up, room, edits, rings, forwards, imports. No torch.
 
-``State`` checks sequence ids, lengths, tree parents and the bracket of a forward with
-``sequence_table.SequenceTable``. This module checks what concerns states, before anything changes.
+The verbs of the state check their arguments and the bracket of a forward before they change a
+table. Here only slots can be lacking, which is found before anything changes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.base.errors import FailedPrecondition, InvalidArgument, QuireError, ResourceExhausted
+from quire.base.errors import FailedPrecondition, QuireError, ResourceExhausted
 from quire.base.types import SeqId
 from quire.contracts.pool_verbs import StateRole
 from quire.kv.pages import PageIds, PagePool
@@ -45,31 +45,13 @@ class RecurrentTable:
 
     # -- look-up -----------------------------------------------------------------------------------
 
-    def __len__(self) -> int:
-        return len(self._sequences)
-
-    def __contains__(self, seq_id: object) -> bool:
-        return seq_id in self._sequences
-
-    def position(self, seq_id: SeqId) -> int:
-        """Return the position of the present state, which is the sequence's length."""
-        return self._sequences[seq_id].length
+    def get(self, seq_id: SeqId) -> RecurrentStates:
+        """Return the states of a sequence, which exists."""
+        return self._sequences[seq_id]
 
     def kept(self, seq_id: SeqId) -> list[int]:
         """Return the positions of the checkpoints, ascending, without 0 and the ring."""
         return list(self._sequences[seq_id].kept)
-
-    def ring_positions(self, seq_id: SeqId) -> list[int]:
-        """Return the positions of the ring's states, ascending. A checkpoint may share one."""
-        return list(self._sequences[seq_id].ring)
-
-    def nodes(self, seq_id: SeqId) -> int:
-        """Uncommitted nodes."""
-        return len(self._sequences[seq_id].nodes)
-
-    def importing(self, seq_id: SeqId) -> bool:
-        """Return whether the sequence is being imported."""
-        return self._sequences[seq_id].importing
 
     def nearest(self, seq_id: SeqId, position: int) -> int:
         """Return the nearest position to go back to that is at or before ``position``."""
@@ -98,20 +80,7 @@ class RecurrentTable:
         states = self._sequences[seq_id]
         if position is None:
             return states.present
-        for held in (states.kept, states.ring, {states.length: states.present}, {0: NULL}):
-            if position in held:
-                return held[position]
-        return None
-
-    def _stood_at(self, seq_id: SeqId, position: int) -> int:
-        """Return the slot of the state that the sequence had when its length was ``position``."""
-        states = self._sequences[seq_id]
-        for held in ({states.length: states.present}, states.ring, states.kept, {0: NULL}):
-            if position in held:
-                return held[position]
-        raise FailedPrecondition(
-            f"sequence {seq_id} has no recurrent state at position {position}; there is one at {sorted(self.slots(seq_id))}"
-        )
+        return {0: NULL, states.length: states.present, **states.ring, **states.kept}.get(position)
 
     def needed(self, seq_id: SeqId, *, kept: bool) -> PageIds:
         """Return the slots of the present state and of nodes, with ``kept`` of checkpoints too."""
@@ -294,10 +263,10 @@ class RecurrentTable:
         self.pool.clear()
 
     def fork(self, parent_id: SeqId, child_id: SeqId, position: int) -> None:
-        """Share the parent's state at ``position``, and all that is kept before it, with a new
-        child; copy nothing. ``FailedPrecondition`` if there is no state at ``position``."""
+        """Share the parent's state at ``position`` (``nearest``), and all that is kept before it,
+        with a new child; copy nothing."""
         parent = self._sequences[parent_id]
-        child = RecurrentStates(position, self._stood_at(parent_id, position))
+        child = RecurrentStates(position, self.slots(parent_id)[position])
         child.kept = {held: slot for held, slot in parent.kept.items() if held <= position}
         child.ring = {held: slot for held, slot in parent.ring.items() if held < position}
         self._share([child.present, *child.kept.values(), *child.ring.values()])
@@ -306,9 +275,8 @@ class RecurrentTable:
             self._ringed[slot].add(int(child_id))
 
     def pop(self, seq_id: SeqId, position: int) -> None:
-        """Go back and forget later states. ``FailedPrecondition`` if none is at ``position``."""
-        states = self._sequences[seq_id]
-        slot = self._stood_at(seq_id, position)
+        """Go back to the state at ``position`` (``nearest``); forget later ones."""
+        states, slot = self._sequences[seq_id], self.slots(seq_id)[position]
         if position == states.length:
             return
         self._share([slot])
@@ -341,13 +309,8 @@ class RecurrentTable:
             self._keep(states, states.length, states.present)
 
     def drop(self, seq_id: SeqId, position: int) -> None:
-        """Give up the checkpoint at ``position``; ``InvalidArgument`` if there is none."""
-        states = self._sequences[seq_id]
-        if position not in states.kept:
-            raise InvalidArgument(
-                f"drop_checkpoint: sequence {seq_id} has no checkpoint at {position!r}; it has {list(states.kept) or 'none'}"
-            )
-        self._release([states.kept.pop(position)])
+        """Give up the checkpoint at ``position``."""
+        self._release([self._sequences[seq_id].kept.pop(position)])
 
     def _keep(self, states: RecurrentStates, position: int, slot: int) -> None:
         self._share([slot])
@@ -500,28 +463,16 @@ class RecurrentTable:
         """Add a sequence at ``length`` that is *importing* until ``finish_import``.
 
         It has its own slots for the present state (also at length 0) and for each checkpoint, also
-        for one at ``length``, which may be another state. ``InvalidArgument`` unless ``kept``
-        ascends in 1..``length``; ``ResourceExhausted``.
+        for one at ``length``, which may be another state. ``kept`` ascends in 1..``length``.
+        ``ResourceExhausted``.
         """
-        positions = list(kept)
-        if any(low >= high for low, high in zip([0, *positions], positions, strict=False)) or (
-            positions and positions[-1] > length
-        ):
-            raise InvalidArgument(
-                f"kept positions {positions} of {length} tokens; ascending ones in 1..{length} are needed"
-            )
-        present, *slots = self._take(1 + len(positions), "prepare_import").tolist()
-        kept_slots = dict(zip(positions, slots, strict=True))
+        present, *slots = self._take(1 + len(kept), "prepare_import").tolist()
+        kept_slots = dict(zip(kept, slots, strict=True))
         self._sequences[int(seq_id)] = RecurrentStates(length, present, kept_slots, importing=True)
 
     def finish_import(self, seq_id: SeqId) -> None:
-        """End an import; its slots have been written. ``FailedPrecondition`` if there is none."""
-        states = self._sequences[seq_id]
-        if not states.importing:
-            raise FailedPrecondition(
-                f"finish_import: sequence {seq_id} is not being imported; call prepare_import first"
-            )
-        states.importing = False
+        """End an import; its slots have been written."""
+        self._sequences[seq_id].importing = False
 
     def reserve_reception(self, seq_id: SeqId) -> int:
         """Take a slot for a state that comes from another state; the present one stays.

@@ -110,8 +110,3 @@ def verbs_of(kinds: Iterable[str]) -> dict[str, str]:
                 f"the state has layers of kind {' and '.join(map(repr, present))} only: {layer_refusal(verb, present[0])}"
             )
     return found
-
-
-def refuse(verb: str) -> NoReturn:
-    """Raise ``Unsupported`` with the reason of the table."""
-    raise Unsupported(f"{verb}: {PAGED_REFUSALS[verb]}")

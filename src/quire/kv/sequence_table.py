@@ -148,8 +148,9 @@ class SequenceTable:
         self.require_committed(seq_id, sequence, verb)
         return sequence
 
-    def require_reachable(self, seq_id: SeqId, sequence: Sequence, position: int, verb: str) -> None:
+    def require_reachable(self, seq_id: SeqId, position: int, verb: str) -> None:
         """Raise ``FailedPrecondition``, with the reachable positions, for an evicted one."""
+        sequence = self.get(seq_id)
         if position == sequence.length:
             return
         found = self.reachable(sequence)
@@ -165,8 +166,9 @@ class SequenceTable:
             raise InvalidArgument(f"sequence {seq_id} exists already; a new id is needed")
         self.require_closed(verb)
 
-    def check_fork(self, parent_id: SeqId, child_id: SeqId, pos: int) -> None:
-        """Raise every refusal of a fork."""
+    def check_fork(self, parent_id: SeqId, child_id: SeqId, pos: int) -> int:
+        """Return the length of a fork at ``pos``; raise every refusal but that of an evicted
+        position."""
         check_id(child_id)
         if child_id in self._sequences:
             raise InvalidArgument(f"fork_sequence: child {child_id} exists already; a new id is needed")
@@ -176,24 +178,19 @@ class SequenceTable:
             raise InvalidArgument(
                 f"fork_sequence: position {pos} of sequence {parent_id} is outside of -1..{parent.length} (its length)"
             )
-        self.require_closed("fork_sequence")
-        self.require_ready(parent_id, parent, "fork_sequence")
-        self.require_committed(parent_id, parent, "fork_sequence")
-        length = parent.length if pos == -1 else pos
-        self.require_reachable(parent_id, parent, length, "fork_sequence")
+        self.require_settled(parent_id, "fork_sequence")
+        return parent.length if pos == -1 else pos
 
-    def check_pop(self, seq_id: SeqId, count: int) -> None:
-        """Raise every refusal of a pop."""
+    def check_pop(self, seq_id: SeqId, count: int) -> int:
+        """Return the length after a pop; raise every refusal but that of an evicted position."""
         count = check_integer(count, "popn: token count", 0)
         sequence = self.get(seq_id)
         if count > sequence.length:
             raise InvalidArgument(
                 f"popn: {count} tokens of sequence {seq_id}; 0..{sequence.length} (its length) can be taken back"
             )
-        self.require_closed("popn")
-        self.require_ready(seq_id, sequence, "popn")
-        self.require_committed(seq_id, sequence, "popn")
-        self.require_reachable(seq_id, sequence, sequence.length - count, "popn")
+        self.require_settled(seq_id, "popn")
+        return sequence.length - count
 
     def check_commit(self, seq_ids: Seq[SeqId], leaves: Seq[int]) -> list[tuple[Sequence, list[int]]]:
         """Return each sequence with the path that stays; raise every refusal of a commit."""

@@ -1,18 +1,18 @@
 """``State``: the KV state of a model with layers of any kinds (``contracts.kv_state.ModelState``).
 
 It consists of sequences and parts. **All parts or none**: a verb checks all that can be wrong, then
-each part changes. This file is the table of contents. Longer bodies are functions, by subject:
-``exchange`` (export), ``import_verbs``, ``transfer_verbs`` (hand-over), ``stored_rows``,
-``state_room`` (sizes, holdings, room).
+each part changes. This file is the table of contents. The bodies of verbs ``of_parts`` are in other
+modules, by subject: ``exchange`` (export), ``import_verbs``, ``stored_rows``, ``transfer_verbs``
+(hand-over), ``state_room`` (holdings, room).
 Verbs about one layer of an open forward belong to ``state_pass``. Callers outside of Quire hold a
 ``contract.ContractState``, which checks arguments and delays signals.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from functools import cached_property
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from functools import cached_property, wraps
+from typing import Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -24,26 +24,19 @@ from quire.base.signatures import checks_arguments
 from quire.base.types import SeqId
 from quire.base.uploads import SharedMemory
 from quire.contracts.attention import AttentionBackend
-from quire.contracts.channel import Channel
 from quire.contracts.kv_format import KVFormat
-from quire.contracts.kv_state import RowPieces, TensorPlan
 from quire.contracts.layers import CrossAttention, LayerSpec, Recurrent, sink_refusal, window_refusal
 from quire.contracts.pool_verbs import (
     Eviction,
-    Holding,
     PoolFacts,
-    SequencePages,
-    SequenceUse,
-    Shortage,
     StateGeometry,
     TokenTreeParents,
 )
 from quire.contracts.recurrence import RecurrenceBackend
 from quire.contracts.rows import RowKernels
-from quire.kv import exchange, import_verbs, state_room, stored_rows, transfer_verbs
+from quire.kv import exchange, import_verbs, state_room, static_pass, stored_rows, transfer_verbs
 from quire.kv.divided_rows import DividedRows
 from quire.kv.encoders import EncoderPart
-from quire.kv.exports import SequenceExport
 from quire.kv.formats.plain import PlainFormat
 from quire.kv.forward_need import ForwardNeed
 from quire.kv.layer_classes import backend_for_format, ids_of, supported
@@ -55,11 +48,24 @@ from quire.kv.rules import RECURRENT_REFUSAL
 from quire.kv.send_mark import marks_of
 from quire.kv.sequences import check_integer
 from quire.kv.state_pass import StatePass
-from quire.kv.static_pass import StaticForward, static_refusal
+from quire.kv.static_pass import StaticForward
 from quire.kv.windows import Window
 from quire.ops.attention import ReferenceAttention
 from quire.ops.recurrence import ReferenceRecurrence
 from quire.ops.rows import REFERENCE_ROWS
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def of_parts(function: Callable[Concatenate[StateParts, P], R]) -> Callable[Concatenate[State, P], R]:
+    """Return a verb of the state that calls ``function`` of its parts."""
+
+    @wraps(function)
+    def verb(state: State, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        return function(state.parts, *args, **kwargs)
+
+    return verb
 
 
 @checks_arguments(only=("__init__",))
@@ -165,8 +171,7 @@ class State:
             crossed = EncoderPart(encoders, capacity=cross_capacity, page_size=page_size, format=format, device=device)
         if num_states is not None:
             slots = RecurrentPart(
-                list(recurrent.values()),
-                list(recurrent),
+                recurrent,
                 num_slots=num_states,
                 ring=ring,
                 interval=checkpoint_interval,
@@ -174,7 +179,7 @@ class State:
                 backend=ReferenceRecurrence() if recurrence is None else recurrence,
                 padding=padding,
                 division=division,
-                whole=[spec for spec in whole.values() if isinstance(spec, Recurrent)],
+                whole={layer: spec for layer, spec in whole.items() if isinstance(spec, Recurrent)},
             )
         self.parts = StateParts(specs, stored, first_layer, paged, crossed, slots, division, whole)
         self.sequences = paged.sequences
@@ -231,43 +236,33 @@ class State:
             part.remove(seq_id)
 
     def fork_sequence(self, parent_id: SeqId, child_id: SeqId, fork_pos: int = -1, *, exact: bool = False) -> int:
-        target = stop = check_integer(fork_pos, "fork_sequence: position", -1)
-        if parent_id in self.sequences and fork_pos <= (length := self.sequences.get(parent_id).length):
-            target = length if fork_pos == -1 else target
-            stop = self._stop(parent_id, target)
-        self.sequences.check_fork(parent_id, child_id, stop)
-        self._require_no_rerun(parent_id, target, stop, exact, "fork_sequence")
+        target = self.sequences.check_fork(parent_id, child_id, fork_pos)
+        stop = self._way_back(parent_id, target, "fork_sequence", exact)
         for part in self.parts:
             part.fork(parent_id, child_id, stop)
         return target - stop
 
     def popn(self, seq_id: SeqId, n: int, *, exact: bool = False) -> int:
-        n = check_integer(n, "popn: token count", 0)
-        stop = target = 0
-        if seq_id in self.sequences and n <= (length := self.sequences.get(seq_id).length):
-            target = length - n
-            stop = self._stop(seq_id, target)
-            n = length - stop
-        self.sequences.check_pop(seq_id, n)
-        self._require_no_rerun(seq_id, target, stop, exact, "popn")
+        target = self.sequences.check_pop(seq_id, n)
+        stop = self._way_back(seq_id, target, "popn", exact)
         transfer_verbs.check_pop(self.parts, seq_id, stop)
         for part in self.parts:
             part.pop(seq_id, stop)
         return target - stop
 
-    def _stop(self, seq_id: SeqId, position: int) -> int:
-        """Return the nearest position with recurrent states, at ``position`` or before it."""
+    def _way_back(self, seq_id: SeqId, target: int, verb: str, exact: bool = False) -> int:
+        """Return the nearest position with recurrent states, at ``target`` or before it.
+        ``FailedPrecondition`` if it is evicted or, if ``exact``, is not ``target``."""
         recurrent = self.parts.recurrent
-        return position if recurrent is None else recurrent.table.nearest(seq_id, position)
-
-    def _require_no_rerun(self, seq_id: SeqId, target: int, stop: int, exact: bool, verb: str) -> None:
-        """Raise ``FailedPrecondition`` if ``exact``, and ``stop``, not ``target``, has a state."""
+        stop = target if recurrent is None else recurrent.table.nearest(seq_id, target)
+        self.sequences.require_reachable(seq_id, stop, verb)
         if exact and target != stop:
             raise FailedPrecondition(
                 f"{verb}: position {target} of sequence {seq_id} is reachable only by running {target - stop} tokens again from a "
                 f"recurrent state that is kept; go to {stop} and run them, or leave exact=False; states are kept at "
                 f"{self.kept_positions(seq_id)}"
             )
+        return stop
 
     def rewind_cost(self, seq_id: SeqId, pos: int) -> int:
         pos = check_integer(pos, "rewind_cost: position", 0)
@@ -278,15 +273,10 @@ class State:
             )
         self.sequences.require_ready(seq_id, sequence, "rewind_cost")
         self.sequences.require_committed(seq_id, sequence, "rewind_cost")
-        stop = self._stop(seq_id, pos)
-        self.sequences.require_reachable(seq_id, sequence, stop, "rewind_cost")
-        return pos - stop
+        return pos - self._way_back(seq_id, pos, "rewind_cost")
 
-    def reachable(self, seq_id: SeqId) -> list[range]:
-        return state_room.reachable(self.parts, seq_id)
-
-    def nearest_reachable(self, seq_id: SeqId, position: int) -> int:
-        return state_room.nearest_reachable(self.parts, seq_id, position)
+    reachable = of_parts(state_room.reachable)
+    nearest_reachable = of_parts(state_room.nearest_reachable)
 
     def enable_sliding_window_for_seq(
         self, seq_id: SeqId, window: int | None, sink: int = 0, *, eviction: Eviction = "token"
@@ -299,7 +289,7 @@ class State:
             kept = check_integer(sink, "enable_sliding_window_for_seq: sink", 0)
             if kept >= size:
                 raise InvalidArgument(f"window {size} with sink {kept}; 0 <= sink < window is needed")
-            if kept and (reason := sink_refusal(self.parts.paged.specs)):
+            if kept and (reason := sink_refusal(self.parts.paged.specs.values())):
                 raise Unsupported(f"window {size} with sink {kept}: {reason}")
             wanted = Window(size, kept, eviction)
         elif sink != 0:
@@ -334,10 +324,7 @@ class State:
         need = self.sequences.plan_forward(seq_ids, append_lengths, token_tree_parents)
         self._begin(need, checkpoints, None)
 
-    def static_refusal(self, count: int) -> str:
-        """Return the reason against memory that keeps its place, for forwards of ``count`` tokens
-        for each sequence; "" if there is none."""
-        return static_refusal(self.parts, count)
+    static_refusal = of_parts(static_pass.static_refusal)
 
     def static_forward(self, entries: int, count: int, longest: int, shared: SharedMemory) -> StaticForward:
         """Return memory that keeps its place, for ``begin_static``; see ``StaticForward``."""
@@ -400,7 +387,7 @@ class State:
         for part in self.parts:
             part.complete()
         if left_out:
-            opened.blank(left_out.intersection(self.parts.paged.layer_ids) - opened.written)
+            opened.blank(left_out.intersection(self.parts.paged.specs) - opened.written)
         opened.send_rest()
         for part in self.parts:
             part.publish()
@@ -445,8 +432,7 @@ class State:
         self.sequences.require_settled(seq_id, "checkpoint")
         part.table.keep(seq_id)
 
-    def checkpoints(self, seq_id: SeqId) -> list[int]:
-        return self.parts.checkpoints(seq_id)
+    checkpoints = of_parts(StateParts.checkpoints)
 
     def drop_checkpoint(self, seq_id: SeqId, position: int) -> None:
         table = self.parts.recurrent_part("drop_checkpoint").table
@@ -458,8 +444,7 @@ class State:
         self.sequences.require_settled(seq_id, "drop_checkpoint")
         table.drop(seq_id, position)
 
-    def kept_positions(self, seq_id: SeqId) -> list[int]:
-        return self.parts.kept_positions(seq_id)
+    kept_positions = of_parts(StateParts.kept_positions)
 
     def loose_checkpoints(self) -> dict[int, list[tuple[SeqId, int]]]:
         recurrent = self.parts.recurrent
@@ -467,108 +452,37 @@ class State:
 
     # -- stored rows and states --------------------------------------------------------------------
 
-    def set_cross_kv(self, layer_id: int, seq_id: SeqId, k: Tensor, v: Tensor) -> None:
-        stored_rows.set_cross_kv(self.parts, layer_id, seq_id, k, v)
-
-    def debug_get_kv(
-        self,
-        seq_id: SeqId,
-        start: int | None = 0,
-        end: int | None = None,
-        *,
-        layer: int | None = None,
-        relative: bool = False,
-        out: tuple[Tensor, Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        return stored_rows.debug_get_kv(self.parts, seq_id, start, end, layer=layer, relative=relative, out=out)
-
-    def debug_get_kv_mla(
-        self,
-        seq_id: SeqId,
-        start: int | None = 0,
-        end: int | None = None,
-        *,
-        layer: int | None = None,
-        relative: bool = False,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        return stored_rows.debug_get_kv_mla(self.parts, seq_id, start, end, layer=layer, relative=relative, out=out)
-
-    def debug_set_kv(
-        self, seq_id: SeqId, start: int, k: Tensor, v: Tensor | None = None, *, layer: int | None = None
-    ) -> None:
-        stored_rows.debug_set_kv(self.parts, seq_id, start, k, v, layer=layer)
-
-    def debug_get(self, layer_id: int, state_id: int, seq_id: SeqId, *, position: int | None = None) -> Tensor:
-        return stored_rows.debug_get(self.parts, layer_id, state_id, seq_id, position=position)
-
-    def debug_set(self, layer_id: int, state_id: int, seq_id: SeqId, data: Tensor) -> None:
-        stored_rows.debug_set(self.parts, layer_id, state_id, seq_id, data)
+    set_cross_kv = of_parts(stored_rows.set_cross_kv)
+    debug_get_kv = of_parts(stored_rows.debug_get_kv)
+    debug_get_kv_mla = of_parts(stored_rows.debug_get_kv_mla)
+    debug_set_kv = of_parts(stored_rows.debug_set_kv)
+    debug_get = of_parts(stored_rows.debug_get)
+    debug_set = of_parts(stored_rows.debug_set)
 
     # -- export and import -------------------------------------------------------------------------
 
-    def get_layout(self) -> dict[str, Any]:
-        return exchange.get_layout(self.parts)
-
-    def get_layout_hash(self) -> str:
-        return exchange.get_layout_hash(self.parts)
-
-    def get_checkpoint_metadata(self, seq_id: SeqId, *, checksums: bool = True) -> dict[str, Any]:
-        return exchange.get_checkpoint_metadata(self.parts, seq_id, checksums=checksums)
-
-    def export_page_group(self, seq_id: SeqId, group: int, out: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-        return exchange.export_page_group(self.parts, seq_id, group, out)
-
-    def open_export(self, seq_id: SeqId) -> SequenceExport:
-        return exchange.open_export(self.parts, seq_id)
-
-    def plan_import(self, metadata: Mapping[str, Any]) -> dict[int, dict[str, TensorPlan]]:
-        return import_verbs.plan_import(self.parts, metadata)
-
-    def import_metadata(self, length: int, *, kept: Sequence[int] = ()) -> dict[str, Any]:
-        return import_verbs.import_metadata(self.parts, length, kept=kept)
-
-    def import_need(self, metadata: Mapping[str, Any], *, shared: int = 0) -> list[int]:
-        return import_verbs.import_need(self.parts, metadata, shared=shared)
-
-    def prepare_import(
-        self, seq_id: SeqId, metadata: Mapping[str, Any], *, parent: SeqId | None = None, shared: int = 0
-    ) -> None:
-        import_verbs.prepare_import(self.parts, seq_id, metadata, parent=parent, shared=shared)
-
-    def import_page_group(self, seq_id: SeqId, group: int, tensors: Mapping[str, Tensor]) -> None:
-        import_verbs.import_page_group(self.parts, seq_id, group, tensors)
-
-    def import_rows(self, seq_id: SeqId, group: int, start: int, rows: Mapping[str, Tensor] | RowPieces) -> None:
-        import_verbs.import_rows(self.parts, seq_id, group, start, rows)
-
-    def pending_layers(self, seq_id: SeqId) -> list[int]:
-        return import_verbs.pending_layers(self.parts, seq_id)
-
-    def publish_import(self, seq_id: SeqId) -> None:
-        import_verbs.publish_import(self.parts, seq_id)
-
-    def finish_import(self, seq_id: SeqId) -> None:
-        import_verbs.finish_import(self.parts, seq_id)
+    get_layout = of_parts(exchange.get_layout)
+    get_layout_hash = of_parts(exchange.get_layout_hash)
+    get_checkpoint_metadata = of_parts(exchange.get_checkpoint_metadata)
+    export_page_group = of_parts(exchange.export_page_group)
+    open_export = of_parts(exchange.open_export)
+    plan_import = of_parts(import_verbs.plan_import)
+    import_metadata = of_parts(import_verbs.import_metadata)
+    import_need = of_parts(import_verbs.import_need)
+    prepare_import = of_parts(import_verbs.prepare_import)
+    import_page_group = of_parts(import_verbs.import_page_group)
+    import_rows = of_parts(import_verbs.import_rows)
+    pending_layers = of_parts(import_verbs.pending_layers)
+    publish_import = of_parts(import_verbs.publish_import)
+    finish_import = of_parts(import_verbs.finish_import)
 
     # -- hand-over ---------------------------------------------------------------------------------
 
-    def disagg_prepare_recv(self, seq_id: SeqId, length: int, *, channel: Channel) -> tuple[int, ...]:
-        return transfer_verbs.prepare_recv(self.parts, seq_id, length, channel=channel)
-
-    def disagg_mark_send(
-        self, seq_id: SeqId, begin: int, compressed_remote_position_map: Sequence[int], receiver: Channel
-    ) -> None:
-        transfer_verbs.mark_send(self.parts, seq_id, begin, compressed_remote_position_map, receiver)
-
-    def disagg_receive(self, seq_id: SeqId, timeout: float | None = None) -> bool:
-        return transfer_verbs.receive(self.parts, seq_id, timeout)
-
-    def disagg_wait(self, seq_id: SeqId, timeout: float | None = None) -> None:
-        transfer_verbs.wait(self.parts, seq_id, timeout)
-
-    def disagg_cancel(self, seq_id: SeqId) -> None:
-        transfer_verbs.cancel(self.parts, seq_id)
+    disagg_prepare_recv = of_parts(transfer_verbs.disagg_prepare_recv)
+    disagg_mark_send = of_parts(transfer_verbs.disagg_mark_send)
+    disagg_receive = of_parts(transfer_verbs.disagg_receive)
+    disagg_wait = of_parts(transfer_verbs.disagg_wait)
+    disagg_cancel = of_parts(transfer_verbs.disagg_cancel)
 
     # -- layers ------------------------------------------------------------------------------------
 
@@ -576,11 +490,8 @@ class State:
     def recurrent_ids(self) -> tuple[int, ...]:
         return self.parts.recurrent_ids
 
-    def layer_spec(self, layer_id: int) -> LayerSpec:
-        return self.parts.layer_spec(layer_id)
-
-    def own_spec(self, layer_id: int) -> LayerSpec:
-        return self.parts.own_spec(layer_id)
+    layer_spec = of_parts(StateParts.layer_spec)
+    own_spec = of_parts(StateParts.own_spec)
 
     @cached_property
     def geometry(self) -> StateGeometry:
@@ -588,8 +499,7 @@ class State:
 
     def unfused_layers(self) -> list[int]:
         paged = self.parts.paged
-        layers = zip(paged.layer_ids, paged.specs, strict=True)
-        return [layer for layer, spec in layers if not paged.backend.fuses(spec, self.device)]
+        return [layer for layer, spec in paged.specs.items() if not paged.backend.fuses(spec, self.device)]
 
     @property
     def forgets(self) -> bool:
@@ -598,7 +508,7 @@ class State:
     @property
     def endless(self) -> bool:
         # Of rotations only differences count.
-        specs = self.parts.paged.specs
+        specs = self.parts.paged.specs.values()
         return all(spec.rope is not None or spec.rope_mode == "none" for spec in specs) and any(
             spec.rope is not None for spec in specs
         )
@@ -677,28 +587,17 @@ class State:
     def held(self, seq_id: SeqId, layer_id: int) -> list[range]:
         return self.sequences.held(seq_id, self.parts.layer(layer_id).class_index)
 
-    def held_pages(self, seq_ids: Sequence[SeqId]) -> list[SequencePages]:
-        return [state_room.held_pages(self.parts, seq_id) for seq_id in seq_ids]
-
-    def page_table(self, seq_id: SeqId) -> NDArray[np.int32]:
-        return state_room.page_table(self.parts, seq_id)
-
-    def sequence_use(self, seq_id: SeqId) -> SequenceUse:
-        return state_room.sequence_use(self.parts, seq_id)
-
-    def sequence_pages(self, seq_id: SeqId) -> Holding:
-        return state_room.sequence_pages(self.parts, seq_id)
-
-    def sequence_states(self, seq_id: SeqId) -> Holding:
-        return state_room.sequence_states(self.parts, seq_id)
+    held_pages = of_parts(state_room.held_pages)
+    page_table = of_parts(state_room.page_table)
+    sequence_use = of_parts(state_room.sequence_use)
+    sequence_pages = of_parts(state_room.sequence_pages)
+    sequence_states = of_parts(state_room.sequence_states)
 
     def num_shared_pages(self) -> int:
-        encoders = self.parts.encoders
-        shared = 0 if encoders is None else encoders.table.num_shared
-        return sum(int((pool.references > 1).sum()) for pool in self.sequences.pools) + shared
+        encoders = [] if self.parts.encoders is None else [self.parts.encoders.table.pool]
+        return sum(int((pool.references > 1).sum()) for pool in (*self.sequences.pools, *encoders))
 
-    def num_needed(self, seq_ids: Collection[SeqId], *, with_kept: Collection[SeqId] = ()) -> int:
-        return state_room.num_needed(self.parts, seq_ids, with_kept=with_kept)
+    num_needed = of_parts(state_room.num_needed)
 
     def pages_held(self, seq_ids: Collection[SeqId], kept: Collection[SeqId] = ()) -> list[int]:
         recurrent = self.parts.recurrent
@@ -707,47 +606,21 @@ class State:
 
     # -- room --------------------------------------------------------------------------------------
 
-    def num_available_pages(self) -> int:
-        return state_room.num_available_pages(self.parts)
-
-    def missing_pages(
-        self,
-        seq_ids: Sequence[SeqId],
-        append_lengths: Sequence[int],
-        token_tree_parents: TokenTreeParents | None = None,
-    ) -> int:
-        return state_room.missing_pages(self.parts, seq_ids, append_lengths, token_tree_parents)
-
-    def page_shortage(
-        self,
-        seq_ids: Sequence[SeqId],
-        append_lengths: Sequence[int],
-        token_tree_parents: TokenTreeParents | None = None,
-    ) -> Shortage:
-        return state_room.page_shortage(self.parts, seq_ids, append_lengths, token_tree_parents)
-
-    def full_page_shortage(self, seq_ids: Sequence[SeqId], append_lengths: Sequence[int]) -> Shortage:
-        return state_room.full_page_shortage(self.parts, seq_ids, append_lengths)
-
-    def shortage_in_steps(self, seq_ids: Sequence[SeqId], append_lengths: Sequence[int], most: int) -> int:
-        return state_room.shortage_in_steps(self.parts, seq_ids, append_lengths, most)
+    num_available_pages = of_parts(state_room.num_available_pages)
+    missing_pages = of_parts(state_room.missing_pages)
+    page_shortage = of_parts(state_room.page_shortage)
+    full_page_shortage = of_parts(state_room.full_page_shortage)
+    shortage_in_steps = of_parts(state_room.shortage_in_steps)
 
     def free_pages(self, without: Collection[SeqId] = ()) -> list[int]:
         recurrent = self.parts.recurrent
         states = [] if recurrent is None else [recurrent.table.num_available_without(without)]
         return [*self.sequences.num_free_without(without), *states]
 
-    def shares_tail(self, seq_id: SeqId) -> bool:
-        return state_room.shares_tail(self.parts, seq_id)
-
-    def pages_freed(self, seq_id: SeqId, child_id: SeqId) -> int:
-        return state_room.pages_freed(self.parts, seq_id, child_id)
-
-    def pages_at_most(self, length: int, window: tuple[int, int] | None, step: int) -> list[int]:
-        return state_room.pages_at_most(self.parts, length, window, step)
-
-    def largest_step(self, window: int, sink: int) -> int:
-        return state_room.largest_step(self.parts, window, sink)
+    shares_tail = of_parts(state_room.shares_tail)
+    pages_freed = of_parts(state_room.pages_freed)
+    pages_at_most = of_parts(state_room.pages_at_most)
+    largest_step = of_parts(state_room.largest_step)
 
     def states_freed(self, seq_id: SeqId) -> int:
         recurrent = self.parts.recurrent

@@ -108,17 +108,13 @@ class StatePass:
             self._encoders = EncoderPass(state.encoders, need.seq_ids, self.batch, state.paged.backend)
 
     def prepare(self) -> None:
-        """Lay out, and plan for all layer classes: what a backend cannot do is refused before
-        compute."""
-        self.lay_out()
+        """Compute the cached properties now, not at their first use. Plan for all layer classes:
+        what a backend cannot do is refused before compute."""
+        _ = self._whole, self._running_slots, self.chosen, self._places_T, self._max_place
         for index in range(len(self._paged.classes)):
             self.prepared("fused", index)
 
     # -- the new tokens ----------------------------------------------------------------------------
-
-    def lay_out(self) -> None:
-        """Compute the cached properties now, not at their first use."""
-        _ = self._whole, self._running_slots, self.chosen, self._places_T, self._max_place
 
     @cached_property
     def batch(self) -> Batch:
@@ -399,15 +395,7 @@ class StatePass:
         """See ``contracts.model.Pass``."""
         layer = self._state.layer(source_layer_id, "attention_with_shared_kv")
         key_value_spec("attention_with_shared_kv", source_layer_id, layer)
-        self.require_open(source_layer_id)
-        prepared, view, rope = self.prepared("fused", layer.class_index), layer.view, layer.rope
-        q_sink, turned_THD = self._sink_queries(prepared, layer, q_THD), q_THD
-        if rope is not None:
-            turned_THD = self._turn(q_THD, rope)
-            if layer.spec.rope_mode == "inline":
-                raw = self._compact("fused", layer.class_index)
-                prepared, view = raw.prepared, self._read_raw(layer, raw)
-        turned_THD = turned_THD.to(self._paged.dtype)
+        prepared, view, turned_THD, q_sink = self._over_stored(source_layer_id, layer, "fused", q_THD)
         found_THD = self._paged.backend.run(
             prepared.made, turned_THD, None, view, layer.scoring, q_sink_THD=q_sink, sinks_H=layer.sinks_H
         )
@@ -573,25 +561,25 @@ class StatePass:
         self, layer_id: int, q_THD: Tensor, keys: Keys, scoring: Scoring, *, coarse: bool = False
     ) -> AttentionState:
         """Attend over stored tokens (``past`` or ``fused``). ``coarse``: see ``own``."""
-        layer = self._state.layer(layer_id)
+        prepared, view, q_THD, q_sink = self._over_stored(layer_id, self._state.layer(layer_id), keys, q_THD)
+        return self._paged.backend.run_state(
+            prepared.made, q_THD, None, view, scoring, q_sink_THD=q_sink, coarse=coarse
+        )
+
+    def _over_stored(
+        self, layer_id: int, layer: Layer, keys: Keys, q_THD: Tensor
+    ) -> tuple[Prepared, KVView, Tensor, Tensor | None]:
+        """Return what attention over stored tokens takes: the plan, the rows, the turned queries,
+        and those for the sink part if there is one."""
         self.require_open(layer_id)
-        prepared = self.prepared(keys, layer.class_index)
+        prepared, view = self.prepared(keys, layer.class_index), layer.view
         q_sink = self._sink_queries(prepared, layer, q_THD)
-        view = layer.view
         if layer.rope is not None:
+            q_THD = self._turn(q_THD, layer.rope)
             if layer.spec.rope_mode == "inline":
                 raw = self._compact(keys, layer.class_index)
                 prepared, view = raw.prepared, self._read_raw(layer, raw)
-            q_THD = self._turn(q_THD, layer.rope)
-        return self._paged.backend.run_state(
-            prepared.made,
-            q_THD.to(self._paged.dtype),
-            None,
-            view,
-            scoring,
-            q_sink_THD=q_sink,
-            coarse=coarse,
-        )
+        return prepared, view, q_THD.to(self._paged.dtype), q_sink
 
     def shared(
         self, source_layer_id: int, q_THD: Tensor, new: tuple[Tensor, Tensor] | None, scoring: Scoring

@@ -61,15 +61,15 @@ def nearest_reachable(state: StateParts, seq_id: SeqId, position: int) -> int:
 def geometry(state: StateParts) -> StateGeometry:
     states = None if state.recurrent is None else state.recurrent.table
     return StateGeometry(
-        specs=tuple(state.whole_specs[layer] for layer in state.paged.layer_ids),  # type: ignore[misc]
-        layer_ids=state.paged.layer_ids,
+        specs=tuple(state.whole_specs[layer] for layer in state.paged.specs),  # type: ignore[misc]
+        layer_ids=tuple(state.paged.specs),
         windows=tuple(one.window for one in state.paged.classes),
         page_bytes=tuple(
             bytes_per_token([state.paged.specs[layer] for layer in one.layers], state.paged.format)
             * state.paged.page_size
             for one in state.paged.classes
         ),
-        state_bytes=0 if state.recurrent is None else bytes_per_state(state.recurrent.specs),
+        state_bytes=0 if state.recurrent is None else bytes_per_state(state.recurrent.specs.values()),
         interval=0 if states is None else states.interval,
         ring=0 if states is None else states.ring,
         num_ranks=1 if state.division is None else state.division.grid.slices,
@@ -85,13 +85,12 @@ def capacity(state: StateParts) -> int | None:
 def pool_facts(state: StateParts) -> tuple[PoolFacts, ...]:
     size = state.paged.page_size
     found: list[tuple[Literal["tokens", "encoder", "states"], tuple[int, ...], int | None, int]] = [
-        ("tokens", tuple(state.paged.layer_ids[index] for index in one.layers), one.window, size)
-        for one in state.paged.classes
+        ("tokens", one.layers, one.window, size) for one in state.paged.classes
     ]
     if state.encoders is not None:
         found.append(("encoder", tuple(state.encoders.specs), None, size))
     if state.recurrent is not None:
-        found.append(("states", tuple(state.recurrent.layer_ids), None, 1))
+        found.append(("states", tuple(state.recurrent.specs), None, 1))
     return tuple(
         PoolFacts(
             kind=kind,
@@ -113,7 +112,11 @@ def page_table(state: StateParts, seq_id: SeqId) -> NDArray[np.int32]:
     return sequence.tables[first].pages.copy()
 
 
-def held_pages(state: StateParts, seq_id: SeqId) -> SequencePages:
+def held_pages(state: StateParts, seq_ids: Sequence[SeqId]) -> list[SequencePages]:
+    return [_held_pages(state, seq_id) for seq_id in seq_ids]
+
+
+def _held_pages(state: StateParts, seq_id: SeqId) -> SequencePages:
     sequence = state.sequences.get(seq_id)
     tables = [table.pages.copy() for table in sequence.tables]
     if state.encoders is not None:

@@ -55,10 +55,10 @@ def static_refusal(state: StateParts, count: int) -> str:
         return f"attention backend {state.paged.backend.name!r} has no plans that stay where they are"
     if state.encoders is not None:
         return "cross layers read rows of encoders"
-    if any(spec.rope_mode == "inline" for spec in state.paged.specs if not isinstance(spec, LatentAttention)):
+    if any(spec.rope_mode == "inline" for spec in state.paged.specs.values() if not isinstance(spec, LatentAttention)):
         return "keys that turn when they are read are gathered for each forward"
     if count > 1 and (
-        state.recurrent is not None or any(isinstance(one, LatentAttention) for one in state.paged.specs)
+        state.recurrent is not None or any(isinstance(one, LatentAttention) for one in state.paged.specs.values())
     ):
         return "recurrent and latent layers have other forms for several tokens"
     return ""
@@ -73,7 +73,9 @@ class StaticForward:
         if reason := static_refusal(state, count):
             raise Unsupported(reason)
         self.state, self.entries, self.count, self.longest = state, entries, count, longest
-        shapes = {(spec.layer_window, spec.num_heads, spec.num_kv_heads, spec.head_dim) for spec in state.paged.specs}
+        shapes = {
+            (spec.layer_window, spec.num_heads, spec.num_kv_heads, spec.head_dim) for spec in state.paged.specs.values()
+        }
         tail = len(shapes) * entries * pages_for(longest, state.paged.page_size)
         self.memory = StaticInputs(tail, shared)
         self.tokens = self.memory.part(self.rows, np.int64)
@@ -239,4 +241,4 @@ class StaticRecurrence:
     @property
     def is_whole(self) -> bool:
         """Return whether layers have set all states, so that nothing is left for ``complete``."""
-        return len(self._memory.known) == sum(len(spec.states) for spec in self._part.specs)
+        return len(self._memory.known) == sum(len(spec.states) for spec in self._part.specs.values())

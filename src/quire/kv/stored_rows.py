@@ -18,17 +18,17 @@ from quire.kv.encoders import EncoderPart
 from quire.kv.layer_classes import Layer
 from quire.kv.parts import StateParts
 from quire.kv.recurrent import dtype_of
-from quire.kv.rules import layer_refusal, refuse, refuse_layer
+from quire.kv.rules import PAGED_REFUSALS, layer_refusal, refuse_layer
 from quire.kv.sequences import check_integer
 from quire.kv.storage import geometry
 from quire.kv.tensor_checks import check_out, check_type, filled
-from quire.kv.windows import describe_ranges
+from quire.kv.windows import describe_ranges, holds
 
 
 def set_cross_kv(state: StateParts, layer_id: int, seq_id: SeqId, k: Tensor, v: Tensor) -> None:
     part, verb = state.encoders, "set_cross_kv"
     if part is None:
-        refuse(verb)
+        raise Unsupported(f"{verb}: {PAGED_REFUSALS[verb]}")
     if layer_id not in part.specs:
         refuse_layer(verb, layer_id, state.spec(layer_id).kind)
     count = _count_rows(state, part, layer_id, k, v, verb)
@@ -155,7 +155,7 @@ def debug_get(state: StateParts, layer_id: int, state_id: int, seq_id: SeqId, *,
 def debug_set(state: StateParts, layer_id: int, state_id: int, seq_id: SeqId, data: Tensor) -> None:
     state.state_tensor(layer_id, state_id, "debug_set", seq_id)
     part = state.recurrent_part("debug_set")
-    one = part.whole_specs[part.layer(layer_id)].states[state_id]
+    one = part.whole_specs[layer_id].states[state_id]
     if tuple(data.shape) != one.shape or data.dtype != dtype_of(one):
         raise InvalidArgument(
             f"debug_set: data is {data.dtype} {tuple(data.shape)}; {dtype_of(one)} {one.shape} is needed"
@@ -212,7 +212,7 @@ def rows_to_set(state: StateParts, k: Tensor, v: Tensor | None, layer_id: int | 
     if layer_id is not None:
         latent = state.layer(layer_id).spec.kind == "latent"
     else:
-        latent = v is None and any(spec.kind == "latent" for spec in state.paged.specs)
+        latent = v is None and any(spec.kind == "latent" for spec in state.paged.specs.values())
     if latent and v is not None:
         raise InvalidArgument(f"debug_set_kv: layer {layer_id} is latent and has no V; give its rows as k, without v")
     if not latent and v is None:
@@ -245,7 +245,7 @@ def require_held(state: StateParts, seq_id: SeqId, class_index: int, parts: list
     kept = state.sequences.held(seq_id, class_index)
     for part in parts:
         committed = range(part.start, min(part.stop, length))
-        if committed and not any(one.start <= committed.start and committed.stop <= one.stop for one in kept):
+        if committed and not holds(kept, committed):
             raise FailedPrecondition(
                 f"{verb}: positions {committed.start}..{committed.stop - 1} of sequence {seq_id} are evicted, at least in part; "
                 f"held: {describe_ranges(kept)}"
@@ -254,12 +254,12 @@ def require_held(state: StateParts, seq_id: SeqId, class_index: int, parts: list
 
 def has_rows(state: StateParts, layer_id: int | None) -> bool:
     """Return whether a layer, if one is named, keeps rows of tokens; a recurrent one does not."""
-    return state.recurrent is None or layer_id not in state.recurrent.layer_ids
+    return state.recurrent is None or layer_id not in state.recurrent.specs
 
 
 def layers_of(state: StateParts, layer_id: int | None, verb: str) -> dict[int, Layer]:
     """Return a layer, or all layers, by id: the kinds that have the verb, of one geometry."""
-    ids = state.paged.layer_ids if layer_id is None else [layer_id]
+    ids = list(state.paged.specs) if layer_id is None else [layer_id]
     layers = {one: layer for one in ids if not layer_refusal(verb, (layer := state.layer(one)).spec.kind)}
     if len({geometry(layer.spec) for layer in layers.values()}) > 1:
         raise InvalidArgument("the layers differ in geometry; name one with layer=")
@@ -268,7 +268,7 @@ def layers_of(state: StateParts, layer_id: int | None, verb: str) -> dict[int, L
 
 def refuse_layers(state: StateParts, layer_id: int | None, verb: str) -> NoReturn:
     """Raise ``Unsupported``: this layer does not have the verb, or no layer has."""
-    ids = state.paged.layer_ids if layer_id is None else [layer_id]
+    ids = list(state.paged.specs) if layer_id is None else [layer_id]
     if not ids:
         raise Unsupported(f"{verb}: the state has no attention layers")
     kind = state.layer(ids[0]).spec.kind if has_rows(state, layer_id) else "recurrent"

@@ -49,7 +49,7 @@ POLL_SECONDS = 0.05
 """Seconds between checks for signals while a verb waits."""
 
 
-def prepare_recv(state: StateParts, seq_id: SeqId, length: int, *, channel: Channel) -> tuple[int, ...]:
+def disagg_prepare_recv(state: StateParts, seq_id: SeqId, length: int, *, channel: Channel) -> tuple[int, ...]:
     verb = "disagg_prepare_recv"
     length = check_integer(length, f"{verb}: length", 1)
     state.sequences.get(seq_id)
@@ -69,7 +69,7 @@ def prepare_recv(state: StateParts, seq_id: SeqId, length: int, *, channel: Chan
     return found
 
 
-def mark_send(
+def disagg_mark_send(
     state: StateParts, seq_id: SeqId, begin: int, compressed_remote_position_map: Sequence[int], receiver: Channel
 ) -> None:
     verb = "disagg_mark_send"
@@ -107,14 +107,14 @@ def mark_send(
     mark.send_computed(sequence.length)
 
 
-def receive(state: StateParts, seq_id: SeqId, timeout: float | None = None) -> bool:
+def disagg_receive(state: StateParts, seq_id: SeqId, timeout: float | None = None) -> bool:
     transfer = _transfer_of(state, seq_id, "disagg_receive")
     if not transfer.is_over:
         _pump(state, transfer.channel, timeout)
     return transfer.is_over
 
 
-def wait(state: StateParts, seq_id: SeqId, timeout: float | None = None) -> None:
+def disagg_wait(state: StateParts, seq_id: SeqId, timeout: float | None = None) -> None:
     verb = "disagg_wait"
     transfer = _transfer_of(state, seq_id, verb)
     state.sequences.require_closed(verb)
@@ -135,7 +135,7 @@ def wait(state: StateParts, seq_id: SeqId, timeout: float | None = None) -> None
         _let_follow(state, HandOver("forget", seq_id))
 
 
-def cancel(state: StateParts, seq_id: SeqId) -> None:
+def disagg_cancel(state: StateParts, seq_id: SeqId) -> None:
     transfer = _transfer_of(state, seq_id, "disagg_cancel")
     state.sequences.require_closed("disagg_cancel")
     _forget(state, seq_id)
@@ -245,9 +245,7 @@ _RANK_0 = _Rank0()
 
 def _order(state: StateParts) -> list[int | None]:
     """Return the classes in the order of their first layers; None: the recurrent one."""
-    firsts: list[tuple[int, int | None]] = [
-        (state.paged.layer_ids[one.layers[0]], index) for index, one in enumerate(state.paged.classes)
-    ]
+    firsts: list[tuple[int, int | None]] = [(one.layers[0], index) for index, one in enumerate(state.paged.classes)]
     if state.recurrent_ids:
         firsts.append((state.recurrent_ids[0], None))
     return [index for _, index in sorted(firsts, key=lambda one: one[0])]

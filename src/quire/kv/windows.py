@@ -116,6 +116,11 @@ def held(length: int, sink: int, hole: Hole) -> list[range]:
     return [part for part in parts if part]
 
 
+def holds(parts: Iterable[range], wanted: range) -> bool:
+    """Return whether one of these ranges contains ``wanted``."""
+    return any(part.start <= wanted.start and wanted.stop <= part.stop for part in parts)
+
+
 def sink_pages(window: Window | None, page_size: int) -> int:
     """Return the number of pages with rows of the sink."""
     return -(-window.sink // page_size) if window else 0

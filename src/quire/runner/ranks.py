@@ -270,7 +270,7 @@ class RankedRunner:
             if one is None or one.source not in self.row_sources.sources:
                 continue
             source = self.row_sources.sources[one.source]
-            layers = {layer: pieces_of(source, layer, chunk) for layer in state.paged.layer_ids}
+            layers = {layer: pieces_of(source, layer, chunk) for layer in state.paged.specs}
             if grid.stages > 1:
                 # A stage that misses rows would leave the others waiting.
                 for layer, pieces in layers.items():

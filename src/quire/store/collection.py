@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from quire.base.errors import DataLoss, StoreDamaged
 from quire.contracts.store import ObjectKey, StoreTier
 from quire.store.commits import SPACES, SessionCommit, Space, SpaceRecord
-from quire.store.history import AT_ONCE, History
+from quire.store.history import History, batches
 from quire.store.records import Unfit, unpack_record
 
 SPARED_SECONDS = 3600.0
@@ -66,8 +66,8 @@ async def collect(
         # collection can be repeated.
         await spaces[0].history.pin(list(below), False)
         for keys in (list(removed), commits, pieces):
-            for start in range(0, len(keys), AT_ONCE):
-                await tier.remove(keys[start : start + AT_ONCE])
+            for some in batches(keys):
+                await tier.remove(some)
     return Collected(
         commits=len(commits),
         objects=len(removed),
@@ -99,8 +99,7 @@ async def _with_others(tier: StoreTier, gone: Collection[ObjectKey]) -> set[Obje
     """Return the objects of ``gone`` that have a descendant outside of ``gone``."""
     listed, found = list(gone), set[ObjectKey]()
     under: dict[ObjectKey, list[ObjectKey]] = {}
-    for start in range(0, len(listed), AT_ONCE):
-        some = listed[start : start + AT_ONCE]
+    for some in batches(listed):
         under.update(zip(some, await tier.children([key.digest for key in some]), strict=True))
     while True:
         stays = {key for key in listed if any(one not in gone or one in found for one in under[key] if one != key)}

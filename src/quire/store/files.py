@@ -60,7 +60,6 @@ class FileTier:
     """Objects in a directory, at most ``capacity`` bytes of them; None: no limit."""
 
     kind = "disk"
-    is_durable = True
 
     def __init__(self, directory: str | os.PathLike[str], capacity: int | None) -> None:
         self.directory, self.capacity = Path(directory).absolute(), capacity

@@ -9,7 +9,7 @@ state.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -37,6 +37,11 @@ AT_ONCE = 256
 """Most keys in one request to a tier."""
 REPAIR = "delete it by its name, or let a commit with force take its place"
 """Advice for a damaged branch, in errors."""
+
+
+def batches(keys: Sequence[T]) -> Iterator[Sequence[T]]:
+    """Yield keys, or others, in parts for one request to a tier each."""
+    return (keys[start : start + AT_ONCE] for start in range(0, len(keys), AT_ONCE))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,9 +76,7 @@ class History:
         """Return the head commit of each branch, sorted by name. A sentence for each unreadable
         record is added to ``damaged``; ``StoreDamaged`` if that is None."""
         told = list[str]()
-        (keys,) = await self.tier.children([self.space.branches])
-        records = await self._records(keys, BranchRecord, told)
-        heads = sorted((found.name, found.commit) for found in records if found is not None)
+        heads = await self.heads(told)
         told = [f"the name of a branch is lost ({one}): {REPAIR}" for one in told]
         found = dict[str, SessionCommit]()
         for name, head in heads:
@@ -86,6 +89,13 @@ class History:
         if damaged is not None:
             damaged += told
         return found
+
+    async def heads(self, damaged: list[str]) -> list[tuple[str, str]]:
+        """Return the name of each branch and the id of its head commit, sorted. A sentence for each
+        damaged record is added to ``damaged``."""
+        (keys,) = await self.tier.children([self.space.branches])
+        records = await self._records(keys, BranchRecord, damaged)
+        return sorted((found.name, found.commit) for found in records if found is not None)
 
     async def head(self, name: str) -> str | None:
         """Return the id of a branch's head commit; None: there is no such branch.
@@ -234,14 +244,14 @@ class History:
 
     async def pin(self, keys: Sequence[ObjectKey], pinned: bool = True) -> None:
         """Pin or unpin objects."""
-        for start in range(0, len(keys), AT_ONCE):
-            await self.tier.pin(keys[start : start + AT_ONCE], pinned)
+        for some in batches(keys):
+            await self.tier.pin(some, pinned)
 
     async def there(self, keys: Sequence[ObjectKey]) -> dict[ObjectKey, bool]:
         """Return, for each key, True if its object exists."""
         found: list[bool] = []
-        for start in range(0, len(keys), AT_ONCE):
-            found += await self.tier.contains(keys[start : start + AT_ONCE])
+        for some in batches(keys):
+            found += await self.tier.contains(some)
         return dict(zip(keys, found, strict=True))
 
     # -- records -----------------------------------------------------------------------------------
@@ -251,9 +261,8 @@ class History:
     ) -> list[T | None]:
         """Return documents. A damaged one is None, with a sentence in ``damaged``; ``StoreDamaged``
         if that is None."""
-        listed, found = list(keys), list[T | None]()
-        for start in range(0, len(listed), AT_ONCE):
-            some = listed[start : start + AT_ONCE]
+        found = list[T | None]()
+        for some in batches(list(keys)):
             for key, blob in zip(some, await self.tier.get(some), strict=True):
                 try:
                     found.append(None if blob is None else unpack_record(key, blob, kind))

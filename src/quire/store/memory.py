@@ -1,5 +1,7 @@
 """``MemoryTier``: objects in this process's memory, the nearest tier.
 
+It is no ``StoreTier``: it answers at once, on any thread, and its objects end with the process.
+
 An object is never evicted before its children, and counts as used when they are: of the objects
 without children the least recently used is evicted first. An evicted object passes its time of use
 to its parent, so that a use need not walk up the chain.
@@ -30,12 +32,10 @@ class _Kept:
 
 
 class MemoryTier:
-    """Objects in memory. The verbs with names in ``_now`` are for any thread; each holds a lock for
-    microseconds."""
+    """Objects in memory. Each verb holds a lock for microseconds."""
 
     kind = "memory"
     label = "memory"
-    is_durable = False
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -51,7 +51,7 @@ class MemoryTier:
         self._bytes = self._pinned_bytes = self._uses = 0
 
     def get_now(self, keys: Sequence[ObjectKey]) -> list[Blob | None]:
-        """As ``get``, synchronously."""
+        """As ``StoreTier.get``."""
         found: list[Blob | None] = []
         with self._lock:
             for key in keys:
@@ -61,7 +61,7 @@ class MemoryTier:
         return found
 
     def put_now(self, key: ObjectKey, blob: Blob) -> bool:
-        """As ``put``, synchronously."""
+        """As ``StoreTier.put``."""
         size = memoryview(blob).nbytes
         with self._lock:
             old = self._kept.get(key)
@@ -88,17 +88,17 @@ class MemoryTier:
         return True
 
     def contains_now(self, keys: Sequence[ObjectKey]) -> list[bool]:
-        """As ``contains``, synchronously."""
+        """As ``StoreTier.contains``."""
         with self._lock:
             return [key in self._kept for key in keys]
 
     def children_now(self, parents: Sequence[bytes]) -> list[list[ObjectKey]]:
-        """As ``children``, synchronously."""
+        """As ``StoreTier.children``."""
         with self._lock:
             return [list(self._under.get(parent, ())) for parent in parents]
 
     def remove_now(self, keys: Collection[ObjectKey]) -> int:
-        """As ``remove``, synchronously."""
+        """As ``StoreTier.remove``."""
         with self._lock:
             found = [kept for key in dict.fromkeys(keys) if (kept := self._kept.get(key))]
             for kept in found:
@@ -106,7 +106,7 @@ class MemoryTier:
         return len(found)
 
     def pin_now(self, keys: Collection[ObjectKey], pinned: bool) -> None:
-        """As ``pin``, synchronously."""
+        """As ``StoreTier.pin``."""
         with self._lock:
             for kept in (kept for key in keys if (kept := self._kept.get(key))):
                 self._pinned_bytes += (pinned - kept.pinned) * kept.size
@@ -114,42 +114,15 @@ class MemoryTier:
                 self._offer(kept)
 
     def stat_now(self) -> TierStat:
-        """As ``stat``, synchronously."""
+        """As ``StoreTier.stat``."""
         with self._lock:
             return TierStat(
                 objects=len(self._kept), bytes=self._bytes, capacity=self.capacity, pinned=self._pinned_bytes
             )
 
     def clear_now(self) -> None:
-        """Remove all objects, synchronously."""
+        """Remove all objects."""
         self.remove_now(list(self._kept))
-
-    async def get(self, keys: Sequence[ObjectKey]) -> list[Blob | None]:
-        return self.get_now(keys)
-
-    async def part(self, key: ObjectKey, start: int, stop: int) -> ObjectPart | None:
-        return cut(self.get_now([key])[0], start, stop)
-
-    async def put(self, key: ObjectKey, blob: Blob) -> bool:
-        return self.put_now(key, blob)
-
-    async def contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
-        return self.contains_now(keys)
-
-    async def children(self, parents: Sequence[bytes]) -> list[list[ObjectKey]]:
-        return self.children_now(parents)
-
-    async def remove(self, keys: Collection[ObjectKey]) -> int:
-        return self.remove_now(keys)
-
-    async def pin(self, keys: Collection[ObjectKey], pinned: bool) -> None:
-        self.pin_now(keys, pinned)
-
-    async def stat(self) -> TierStat:
-        return self.stat_now()
-
-    async def close(self) -> None:
-        self.clear_now()
 
     # -------------------------------------------------------- with the lock held
 

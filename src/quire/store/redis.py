@@ -134,7 +134,6 @@ class RedisTier:
     policy. Nothing is connected before the first call."""
 
     kind = "redis"
-    is_durable = True
 
     def __init__(self, url: str, capacity: int | None, *, label: str = "Redis") -> None:
         """``url`` is in the form of ``redis.asyncio``. It may hold a password, so messages show

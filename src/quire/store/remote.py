@@ -32,7 +32,6 @@ class ObjectTier:
     """Objects in a bucket. Credentials come from the environment, as ``obstore`` reads them."""
 
     kind = "object"
-    is_durable = True
 
     def __init__(self, url: str) -> None:
         try:

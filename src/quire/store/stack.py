@@ -67,7 +67,7 @@ class Store:
 
     def __init__(
         self,
-        tiers: Sequence[StoreTier],
+        tiers: Sequence[StoreTier | MemoryTier],
         *,
         queue_bytes: int = QUEUE_BYTES,
         seconds: float = 30.0,
@@ -79,8 +79,8 @@ class Store:
             raise InvalidArgument("a store has at most one memory tier, and it stands first", field="store")
         self.metrics = StoreMetrics(list(dict.fromkeys(tier.kind for tier in tiers)))
         self._memory = tiers[0] if tiers and isinstance(tiers[0], MemoryTier) else None
-        self._far = [TierGuard(tier, self.metrics, seconds, clock) for tier in tiers if tier is not self._memory]
-        self._durable = [one for one in self._far if one.tier.is_durable]
+        far = [tier for tier in tiers if not isinstance(tier, MemoryTier)]
+        self._far = [TierGuard(tier, self.metrics, seconds, clock) for tier in far]
         self._queue_bytes = queue_bytes
         self._room: Any = threading.Condition()
         """Guards all fields below; notified when bytes leave the queue."""
@@ -105,8 +105,8 @@ class Store:
 
     @property
     def is_durable(self) -> bool:
-        """Return True if there is a durable tier."""
-        return bool(self._durable)
+        """Return True if there is a tier that outlives the process."""
+        return bool(self._far)
 
     @property
     def memory(self) -> MemoryTier | None:
@@ -126,7 +126,7 @@ class Store:
             writing = list(self._writing)
         for found, parent in zip(near, parents, strict=True):
             for key in (key for key in writing if key.parent == parent):
-                found.setdefault(key, self._durable[0].kind)
+                found.setdefault(key, self._far[0].kind)
         return self._ask(lambda: self._children(list(parents), near, timeout), near)
 
     def get(self, keys: Sequence[ObjectKey]) -> list[Future[Found | None]]:
@@ -158,7 +158,7 @@ class Store:
                 return False
             self.metrics.written.inc("memory", size)
             return True
-        if not self._durable:
+        if not self._far:
             return False
         with self._room:
             while self._queued and self._queued + size > self._queue_bytes and not self._closed:
@@ -179,8 +179,8 @@ class Store:
     def known(self, key: ObjectKey) -> bool:
         """Return True if a durable tier has the object, as far as this process has seen recently,
         and all other durable tiers that do not rest have it too."""
-        have = [one.knows(key) for one in self._durable]
-        return any(have) and all(has or one.writes.is_broken for has, one in zip(have, self._durable, strict=True))
+        have = [one.knows(key) for one in self._far]
+        return any(have) and all(has or one.writes.is_broken for has, one in zip(have, self._far, strict=True))
 
     def damaged(self, key: ObjectKey, tier_kind: str, reason: str) -> None:
         """Count a damaged or unfit object that a tier returned, and remove it there. Reasons are
@@ -219,9 +219,9 @@ class Store:
         """Run a coroutine over the first durable tier, on the store's loop. Errors of the tier
         become errors of the result, without retries or rests. ``FailedPrecondition``: there is no
         durable tier, or the store is closed."""
-        if not self._durable:
+        if not self._far:
             raise FailedPrecondition("the store has no durable tier")
-        tier = self._durable[0].tier
+        tier = self._far[0].tier
 
         async def run() -> R:
             task = asyncio.current_task()
@@ -254,7 +254,7 @@ class Store:
             TierReport(
                 kind=one.kind,
                 label=one.tier.label,
-                is_durable=one.tier.is_durable,
+                is_durable=True,
                 stat=stat,
                 rest_of_reads=one.reads.seconds,
                 rest_of_writes=one.writes.seconds,
@@ -309,7 +309,7 @@ class Store:
     def _flight(self, key: ObjectKey) -> Future[Found | None]:
         with self._room:
             if (blob := self._writing.get(key)) is not None:
-                return _done(Found(blob, self._durable[0].kind))
+                return _done(Found(blob, self._far[0].kind))
             if (found := self._arriving.get(key)) is not None:
                 return _done(found)
             if flight := self._flights.get(key):
@@ -481,7 +481,7 @@ class Store:
             arriving.end()
 
     async def _write(self, key: ObjectKey, blob: Blob) -> bool:
-        return any(await asyncio.gather(*(one.put(key, blob) for one in self._durable)))
+        return any(await asyncio.gather(*(one.put(key, blob) for one in self._far)))
 
     async def _contains(self, keys: list[ObjectKey], near: list[bool]) -> list[bool]:
         answers = await asyncio.gather(*(one.contains(keys) for one in self._far))

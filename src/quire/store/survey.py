@@ -17,10 +17,9 @@ from numpy.typing import NDArray
 from quire.base.errors import DataLoss, Unsupported
 from quire.contracts.store import Blob, ObjectKey, StoreTier, TierStat
 from quire.store.collection import spaces_of
-from quire.store.commits import BranchRecord, SessionCommit, Space
-from quire.store.history import AT_ONCE, History
+from quire.store.commits import SessionCommit, Space
+from quire.store.history import History, batches
 from quire.store.keys import StoredPiece
-from quire.store.records import Unfit, unpack_record
 
 MOST = 1000
 """Most commits whose tokens and objects are read: the latest ones."""
@@ -89,8 +88,10 @@ async def survey(tier: StoreTier) -> Survey:
     records = cast("StoreTier", _Remembered(tier))
     for space in await spaces_of(tier):
         history = History(records, space)
-        for name, head in await _heads(tier, space, damaged):
+        told = list[str]()
+        for name, head in await history.heads(told):
             names[space.name, head].append(name)
+        damaged += [f"the record of a branch is damaged: {one}" for one in told]
         (keys,) = await tier.children([space.commits])
         for key in keys:
             try:
@@ -121,22 +122,6 @@ async def survey(tier: StoreTier) -> Survey:
     )
 
 
-async def _heads(tier: StoreTier, space: Space, damaged: list[str]) -> list[tuple[str, str]]:
-    """Return the name and the head commit's id of each branch."""
-    (keys,) = await tier.children([space.branches])
-    found: list[tuple[str, str]] = []
-    for start in range(0, len(keys), AT_ONCE):
-        some = keys[start : start + AT_ONCE]
-        for key, blob in zip(some, await tier.get(some), strict=True):
-            try:
-                if blob is not None:
-                    document = unpack_record(key, blob, BranchRecord)
-                    found.append((document.name, document.commit))
-            except Unfit as error:
-                damaged.append(f"the record of a branch is damaged: {error}")
-    return found
-
-
 async def _surveyed(history: History, commit: SessionCommit, names: Collection[str]) -> SurveyedCommit:
     ids = await history.tokens(commit)
     pieces = commit.state.pieces(ids, commit.adapters)
@@ -160,8 +145,6 @@ class _Remembered:
         self.children, self.contains = tier.children, tier.contains
 
     async def get(self, keys: Sequence[ObjectKey]) -> list[Blob | None]:
-        wanted = [key for key in dict.fromkeys(keys) if key not in self._found]
-        for start in range(0, len(wanted), AT_ONCE):
-            some = wanted[start : start + AT_ONCE]
+        for some in batches([key for key in dict.fromkeys(keys) if key not in self._found]):
             self._found.update(zip(some, await self._tier.get(some), strict=True))
         return [self._found[key] for key in keys]

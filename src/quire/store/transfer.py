@@ -15,7 +15,7 @@ from quire.base.errors import NotFound, QuireError, StoreDamaged, StoreFull
 from quire.base.progress import Bar
 from quire.contracts.store import KEY_BYTES, Blob, ObjectKey, StoreTier
 from quire.store.commits import SessionCommit, checked_branch
-from quire.store.history import AT_ONCE, History
+from quire.store.history import History, batches
 
 PARALLEL = 4
 """Objects that are sent concurrently."""
@@ -103,11 +103,10 @@ class _Sending:
                 self._bar.update(self._wanted[key])
 
         # In order, so that an object's ancestors are in the same group or an earlier one.
-        keys = list(self._wanted)
-        for start in range(0, len(keys), AT_ONCE):
+        for some in batches(list(self._wanted)):
             try:
                 async with asyncio.TaskGroup() as group:
-                    for key in keys[start : start + AT_ONCE]:
+                    for key in some:
                         group.create_task(one(key))
             except BaseExceptionGroup as errors:
                 raise errors.exceptions[0] from None

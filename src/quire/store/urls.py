@@ -28,7 +28,7 @@ ACCEPTED = {
 """The accepted form of URL for each scheme."""
 
 
-def open_tiers(urls: str | Sequence[str]) -> list[StoreTier]:
+def open_tiers(urls: str | Sequence[str]) -> list[StoreTier | MemoryTier]:
     """Return the tiers of URLs in their order; ``InvalidArgument`` for a URL in none of the forms
     of ``ACCEPTED``. Nothing is opened or connected before its first use."""
     return [_tier(url) for url in ([urls] if isinstance(urls, str) else urls)]
@@ -39,7 +39,7 @@ def durable_tier(url: str) -> StoreTier:
     if not isinstance(url, str):
         raise InvalidArgument(field="url", given=url, allowed="one URL, as file:///DIRECTORY")
     (tier,) = open_tiers(url)
-    if not tier.is_durable:
+    if isinstance(tier, MemoryTier):
         raise InvalidArgument(field="url", given=url, allowed="a store that outlives the process, not memory://")
     return tier
 
@@ -79,7 +79,7 @@ def existing(tier: StoreTier) -> StoreTier:
     return tier
 
 
-def _tier(url: str) -> StoreTier:
+def _tier(url: str) -> StoreTier | MemoryTier:
     if not isinstance(url, str):
         raise InvalidArgument(field="store", given=url, allowed=f"one of {', '.join(ACCEPTED.values())}, or several")
     try:
