@@ -58,7 +58,6 @@ class LlamaReply(Reply):
         super().__init__(request, context, body)
         self._body, self._params = body, params
         self._several = len(prompts) * params.n > 1
-        self._model = body.model or context.model_name
         self._settings = settings_of(params, context, body)
         self._samples: dict[int, _Sample] = {}
 
@@ -112,7 +111,7 @@ class LlamaReply(Reply):
         ids = output.prompt_token_ids
         return {
             "stop": True,
-            "model": self._model,
+            "model": self.model,
             "generation_settings": self._settings,
             "prompt": "" if self.tokenizer is None else self.tokenizer.decode(ids, skip_special_tokens=False),
             "has_new_line": sample.has_new_line,
@@ -131,7 +130,7 @@ class LlamaReply(Reply):
         return output.num_cached_tokens if self.slot is None else self.slot.cached
 
     def _sample_timings(self, number: int, tokens: int, output: RequestOutput) -> dict[str, Any]:
-        return timings_of(output, tokens, cached=self._cached(output), began=self._began)
+        return timings_of(output, tokens, cached=self._cached(output), began=self.began)
 
     # -- answers -----------------------------------------------------------------------------------
 

@@ -8,9 +8,8 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
-from quire.base.outputs import CompletionOutput, RequestOutput
+from quire.base.outputs import RequestOutput
 from quire.base.sampling_params import SamplingParams
-from quire.base.segments import BlendParams
 from quire.server.http.bodies import BodyRoute, off_loop, parsed
 from quire.server.http.context import Context
 from quire.server.http.errors import ApiError, bad_field, busy
@@ -25,7 +24,7 @@ from quire.server.openai.chat import answer_chat, rendered_chat
 from quire.server.openai.completions import answer_completion
 from quire.server.openai.generation import in_texts
 from quire.server.openai.protocol import ChatRequest
-from quire.server.openai.replies import Reply, answer, answer_in_session
+from quire.server.openai.replies import NOTHING, Reply, RunOptions, answer, answer_in_session
 
 router = APIRouter(route_class=BodyRoute, tags=["llama.cpp"])
 
@@ -55,47 +54,34 @@ async def _answered(request: Request, body: LlamaBody, prompts: list[Sequence[Pa
     if body.slot is not None:
         slots.check_number(_context(request), body.slot)
 
-    async def run(
-        request: Request,
-        context: Context,
-        reply: Reply,
-        prepared: Sequence[Any],
-        params: SamplingParams,
-        blend: BlendParams | None,
-        *,
-        adapter: str | None,
-        cache_salt: str | None,
-    ) -> Response:
+    async def run(reply: Reply, prepared: Sequence[Any], params: SamplingParams, options: RunOptions) -> Response:
         if body.slot is None:
-            return await answer(
-                request, context, reply, prepared, params, blend, adapter=adapter, cache_salt=cache_salt
-            )
+            return await answer(reply, prepared, params, options)
         assert isinstance(reply, LlamaReply)
         if len(prepared) * params.n > 1:
             raise bad_field("id_slot", "a slot takes one prompt and one sample; leave id_slot out for several")
-        if blend is not None:
+        if options.blend is not None:
             raise bad_field("blend", "a slot keeps exact state; leave blend or id_slot out")
         reply.slot = slots.SlotStream(
-            context,
+            reply.context,
             request.state.owner,
             body.slot,
             params,
             prepared[0].tolist(),
-            adapter=adapter,
-            salt=cache_salt,
+            adapter=options.adapter,
+            salt=options.cache_salt,
             afresh=body.cache_prompt is False,
         )
         if not body.no_answer:
-            return await answer_in_session(request, reply, reply.slot)
+            return await answer_in_session(reply, reply.slot)
         if request.state.reads_only:
             raise page_reads_only()
         try:
             ids = (await unless_gone(request, reply.slot.fill())).tokens
         finally:
             await reply.slot.aclose()
-        nothing = CompletionOutput(index=0, text="", token_ids=[], finish_reason="length")
         output = RequestOutput(
-            request_id=request.state.request_id, prompt=None, prompt_token_ids=ids, outputs=[nothing]
+            request_id=request.state.request_id, prompt=None, prompt_token_ids=ids, outputs=[NOTHING]
         )
         return JsonAnswer(reply.at_once([output]))
 

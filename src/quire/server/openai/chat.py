@@ -36,7 +36,7 @@ from quire.server.openai.generation import (
 from quire.server.openai.hint_fields import HintFields, for_prefetch, read_hints
 from quire.server.openai.logprobs import chat_logprobs, prompt_logprobs
 from quire.server.openai.protocol import ChatRequest, refuse_unsupported
-from quire.server.openai.replies import Reply, answer, answer_in_session, head_of, prefetch
+from quire.server.openai.replies import Reply, RunOptions, answer, answer_in_session, head_of, prefetch
 from quire.server.openai.reruns import Run
 from quire.server.sessions.streams import ClientSessionStream
 from quire.server.tools.choice import ToolChoice, calls_or_answer_form, forced_form
@@ -151,7 +151,7 @@ async def _answer_in_session(request: Request, asked: _Asked, made: Callable[...
         reply.ids = ids
         reply.rerun = lambda message, output: source.session.prefetch_next_turn
         reply.hints = asked.hints
-        return await answer_in_session(request, reply, source)
+        return await answer_in_session(reply, source)
 
 
 def _inputs(asked: _Asked) -> tuple[TemplateInputs, str]:
@@ -187,14 +187,14 @@ async def _answer_history(request: Request, asked: _Asked, made: Callable[..., C
     await check_prompts(context, request, [(prompt.ids, naming(asked.fields, "messages"))], params)
     reply = made(request, context, body, params, tools, format)
     reply.hints, reply.unplaced = asked.hints, unplaced
-    salt = context.salt(request.state.owner, body.cache_salt)
+    options = RunOptions(adapter=adapter, cache_salt=context.salt(request.state.owner, body.cache_salt), blend=blend)
     if blend is not None and chat.begun is not None:
         raise bad_field("continue_final_message", "continue_final_message and blend exclude each other; leave one out")
     if blend is None and chat.begun is None:  # approximate state is of no use to a rerun
-        reply.rerun = partial(_rerun, context, chat, prompt, size, adapter=adapter, cache_salt=salt)
+        reply.rerun = partial(_rerun, context, chat, prompt, size, options)
     if asked.prefetching:
-        return await prefetch(request, context, reply, [prompt.ids], blend, adapter=adapter, cache_salt=salt)
-    return await answer(request, context, reply, [prompt.given], params, blend, adapter=adapter, cache_salt=salt)
+        return await prefetch(reply, [prompt.ids], options)
+    return await answer(reply, [prompt.given], params, options)
 
 
 def _rerun(
@@ -202,11 +202,9 @@ def _rerun(
     chat: Conversation,
     prompt: EncodedPrompt,
     size: int,
+    options: RunOptions,
     message: Mapping[str, Any],
     output: RequestOutput,
-    *,
-    adapter: str | None,
-    cache_salt: str | None,
 ) -> Run:
     """Return a function that runs a conversation of about ``size`` characters with its answer, as
     later prompts begin. It returns None where they begin with the tokens of the answer."""
@@ -217,8 +215,9 @@ def _rerun(
         history = await context.texts.run(size, lambda: chat.next_turn(message))
         if not parts_from(history, computed):
             return None
-        ids = history.tolist()
-        return await context.llm.prefetch(ids, adapter=adapter, cache_salt=cache_salt, only_idle=True, most=most)
+        return await context.llm.prefetch(
+            history.tolist(), adapter=options.adapter, cache_salt=options.cache_salt, only_idle=True, most=most
+        )
 
     return run
 
@@ -441,7 +440,6 @@ class ChatReply(Reply):
         self._readers: dict[int, MessageReader] = {}
         self._said: list[dict[str, Any]] = []
         """The deltas of the message, if there is one only."""
-        self._reruns = context.reruns
         self.rerun: Callable[[Mapping[str, Any], RequestOutput], Run] | None = None
         """What runs the conversation with this answer as later prompts begin."""
         self.ids: dict[int, str] | None = None
@@ -451,7 +449,7 @@ class ChatReply(Reply):
         samples = [sample for output in outputs for sample in output.outputs]
         message = message_of(self._said) if len(samples) == 1 and samples[0].finish_reason == "stop" else {}
         if self.rerun is not None and ("reasoning_content" in message or "tool_calls" in message):
-            self._reruns.add(self.rerun(message, outputs[0]))
+            self.context.reruns.add(self.rerun(message, outputs[0]))
 
     def choice(self, number: int, delta: SampleDelta) -> dict[str, Any]:
         reader = MessageReader(self._format, self.ids)

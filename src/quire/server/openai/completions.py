@@ -29,7 +29,7 @@ from quire.server.openai.generation import (
 from quire.server.openai.hint_fields import for_prefetch, read_hints
 from quire.server.openai.logprobs import Offsets, completion_logprobs, prompt_logprobs
 from quire.server.openai.protocol import CompletionRequest, refuse_unsupported
-from quire.server.openai.replies import Reply, answer, answer_in_session, head_of, prefetch
+from quire.server.openai.replies import Reply, RunOptions, answer, answer_in_session, head_of, prefetch
 from quire.server.sessions.streams import ClientSessionStream
 
 router = APIRouter(route_class=BodyRoute)
@@ -49,7 +49,7 @@ async def answer_completion(
     made: Callable[..., Reply] | None = None,
     *,
     prompts: list[Sequence[Part]] | None = None,
-    run: Callable[..., Awaitable[Response]] = answer,
+    run: Callable[[Reply, Sequence[Any], SamplingParams, RunOptions], Awaitable[Response]] = answer,
 ) -> Response:
     """Continue prompts: those of the body, or these ``prompts``. ``made`` makes the reply, a
     ``CompletionReply`` by default, and ``run`` runs the checked prompts."""
@@ -79,8 +79,12 @@ async def answer_completion(
             )
             continued = CompletionReply(request, context, body, given, params, [])
             continued.hints = hints
-            return await answer_in_session(request, continued, source)
-    adapter = context.adapter_of(body.model)
+            return await answer_in_session(continued, source)
+    options = RunOptions(
+        adapter=context.adapter_of(body.model),
+        cache_salt=context.salt(request.state.owner, body.cache_salt),
+        blend=blend,
+    )
     if prompts is None:
         prompts = await off_loop(request, lambda: _prompts(body.prompt))
     check_number(context, len(prompts), params.n)
@@ -89,11 +93,9 @@ async def answer_completion(
     await check_prompts(context, request, _named(encoded, fields), params)
     reply = (made or CompletionReply)(request, context, body, given, params, prompts)
     reply.hints = hints
-    salt = context.salt(request.state.owner, body.cache_salt)
     if prefetching:
-        return await prefetch(request, context, reply, encoded, blend, adapter=adapter, cache_salt=salt)
-    prepared = [one.given for one in found]
-    return await run(request, context, reply, prepared, params, blend, adapter=adapter, cache_salt=salt)
+        return await prefetch(reply, encoded, options)
+    return await run(reply, [one.given for one in found], params, options)
 
 
 def _params(

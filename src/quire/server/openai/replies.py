@@ -11,7 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -26,7 +26,7 @@ from quire.base.outputs import CompletionOutput, RequestOutput
 from quire.base.sampling_params import SamplingParams
 from quire.base.segments import BlendParams
 from quire.server.http.context import Context
-from quire.server.http.errors import bad_field
+from quire.server.http.errors import ApiError, bad_field
 from quire.server.http.events import Chunk, Chunks, EventStream, JsonAnswer, unless_gone
 from quire.server.http.sites import page_reads_only
 from quire.server.openai.blend_fields import blend_body
@@ -39,6 +39,8 @@ from quire.server.sessions.streams import ClientSessionStream
 
 LONG_ANSWER = 1024
 """Tokens of prompts and samples beyond which a worker thread writes the answer."""
+NOTHING = CompletionOutput(index=0, text="", token_ids=[], finish_reason="length")
+"""The sample of a request for no tokens."""
 
 
 class Reply(ABC):
@@ -49,17 +51,20 @@ class Reply(ABC):
     chunk_object: ClassVar[str]
     stream_class: ClassVar[type[EventStream]] = EventStream
     """How chunks are sent."""
-    named_events: ClassVar[bool] = False
-    """Whether the events of a stream have names: its chunks' types."""
 
     def __init__(self, request: Request, context: Context, body: GenerationBody | ContinueBody, **head: Any) -> None:
         """Begin the answer. ``head``: what it says of itself besides its id, kind and time."""
+        self.request = request
+        self.context = context
         self.hints = HintFields()
         self.unplaced: tuple[str, ...] = ()
         """``Blend.unplaced``."""
         self.tokenizer = context.llm.tokenizer
         self.outputs: dict[int, RequestOutput] = {}
         self.usage = Usage()
+        self.report: dict[str, Any] = {}
+        """The reports of a stream's last chunk, noted by ``choices``."""
+        self.model = body.model or context.model_name
         self._alone = not (context.settings.share_prefix_cache and request.state.owner)
         """Whether no other client has a part in the prefix cache that its prompts see."""
         request.state.tokens = self.usage.tokens
@@ -69,7 +74,7 @@ class Reply(ABC):
         """Whether chunks tell how far the prompt is."""
         self._timed = asked is not None and (asked.return_progress or asked.timings_per_token is not None)
         self._timed_chunks = asked is not None and bool(asked.timings_per_token)
-        self._began = time.monotonic()
+        self.began = time.monotonic()
         options = body.stream_options or StreamOptions()
         self._with_usage = bool(options.include_usage)
         self._running_usage = bool(options.continuous_usage_stats)
@@ -117,6 +122,13 @@ class Reply(ABC):
     def ended(self, outputs: Sequence[RequestOutput]) -> None:  # noqa: B027 - only chats act on it
         """Record the answer as complete. Runs on the event loop."""
 
+    async def keep(self) -> None:  # noqa: B027 - only responses are kept
+        """Store the finished answer, if it is one that later requests may name."""
+
+    def failed(self, error: ApiError) -> Chunk:
+        """Return the last chunk of a stream that an error ended."""
+        return error.body
+
     def quire(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """Return the reports beside the usage that OpenAI does not have: reuse and blending of the
         prompts that ran, speculation, and outcomes of hints; and ``timings``, if they are asked
@@ -141,7 +153,7 @@ class Reply(ABC):
             async with aclosing(self._deltas(sources)) as stream:
                 async for item in stream:
                     if isinstance(item, PromptProgress):
-                        yield {**head, "choices": [], "prompt_progress": progress_of(item, began=self._began)}
+                        yield {**head, "choices": [], "prompt_progress": progress_of(item, began=self.began)}
                         continue
                     number, delta = item
                     # A session of a batch may have failed before its prompt was run.
@@ -166,6 +178,19 @@ class Reply(ABC):
         if self._with_usage:
             yield {**head, "choices": [], "usage": self.usage.body(), **self.quire(outputs)}
 
+    async def choices(self, sources: Sequence[Source]) -> AsyncGenerator[Mapping[str, Any], None]:
+        """Yield the choices of all chunks, for answers that are said in another form."""
+        async with aclosing(Reply.chunks(self, sources)) as stream:
+            async for chunk in stream:
+                if "quire" in chunk:
+                    self.report = {"quire": chunk["quire"]}
+                for choice in chunk["choices"]:
+                    yield choice
+
+    def stream_of(self, sources: Sequence[Source]) -> Response:
+        """Return the answer that is sent as it comes."""
+        return self.stream_class(self.chunks(sources), sources, self.failed)
+
     def _deltas(self, sources: Sequence[Source]) -> AsyncGenerator[tuple[int, SampleDelta] | PromptProgress, None]:
         return with_progress(sources) if self.tells_progress else deltas(sources)
 
@@ -180,9 +205,7 @@ class Reply(ABC):
         if not asked or [*self.outputs] != [0]:
             return {}
         tokens = self.usage.tokens
-        return {
-            "timings": timings_of(self.outputs[0], tokens["completion"], cached=tokens["cached"], began=self._began)
-        }
+        return {"timings": timings_of(self.outputs[0], tokens["completion"], cached=tokens["cached"], began=self.began)}
 
 
 def head_of(context: Context, body: GenerationBody) -> dict[str, Any]:
@@ -191,67 +214,61 @@ def head_of(context: Context, body: GenerationBody) -> dict[str, Any]:
     return {"model": body.model or context.model_name, **session, "system_fingerprint": None}
 
 
-async def answer(
-    request: Request,
-    context: Context,
-    reply: Reply,
-    prompts: Sequence[Any],
-    params: SamplingParams,
-    blend: BlendParams | None,
-    *,
-    adapter: str | None,
-    cache_salt: str | None,
-) -> Response:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunOptions:
+    """How the prompts of a request run."""
+
+    adapter: str | None
+    cache_salt: str | None
+    """As ``Context.salt`` returns it."""
+    blend: BlendParams | None
+
+
+async def answer(reply: Reply, prompts: Sequence[Any], params: SamplingParams, options: RunOptions) -> Response:
     """Run checked prompts, each an array of token ids or parts of it, for a client that may go
-    away. ``cache_salt`` is from ``Context.salt``."""
-    llm, hints = context.llm, reply.hints.hints
+    away."""
+    llm = reply.context.llm
+    keywords: dict[str, Any] = {
+        "adapter": options.adapter,
+        "cache_salt": options.cache_salt,
+        "blend": options.blend,
+        "hints": reply.hints.hints,
+    }
     if reply.stream:
-        sources = [
-            llm.stream(prompt, params, adapter=adapter, cache_salt=cache_salt, hints=hints, blend=blend)
-            for prompt in prompts
-        ]
-        return reply.stream_class(reply.chunks(sources), sources, named=reply.named_events)
-    outputs = llm.generate(list(prompts), params, adapter=adapter, cache_salt=cache_salt, hints=hints, blend=blend)
-    return await _whole(reply, await unless_gone(request, outputs))
+        return reply.stream_of([llm.stream(prompt, params, **keywords) for prompt in prompts])
+    return await _whole(reply, await unless_gone(reply.request, llm.generate(list(prompts), params, **keywords)))
 
 
-async def prefetch(
-    request: Request,
-    context: Context,
-    reply: Reply,
-    prompts: Sequence[NDArray[np.int64]],
-    blend: BlendParams | None,
-    *,
-    adapter: str | None,
-    cache_salt: str | None,
-) -> Response:
+async def prefetch(reply: Reply, prompts: Sequence[NDArray[np.int64]], options: RunOptions) -> Response:
     """Bring checked prompts into the pool, and answer without a token."""
-    if blend is not None:
+    if options.blend is not None:
         raise bad_field(
             "blend", "a prefetch computes the prompt in full; leave blend out, or send segments to /v1/warm"
         )
     outputs = []
     for prompt in prompts:
-        run = context.llm.prefetch(prompt.tolist(), adapter=adapter, cache_salt=cache_salt, hints=reply.hints.hints)
-        nothing = CompletionOutput(index=0, text="", token_ids=[], finish_reason="length")
-        outputs.append(replace(await unless_gone(request, run), prompt_token_ids=prompt.tolist(), outputs=[nothing]))
+        run = reply.context.llm.prefetch(
+            prompt.tolist(), adapter=options.adapter, cache_salt=options.cache_salt, hints=reply.hints.hints
+        )
+        output = await unless_gone(reply.request, run)
+        outputs.append(replace(output, prompt_token_ids=prompt.tolist(), outputs=[NOTHING]))
     return JsonAnswer(reply.at_once(outputs))
 
 
-async def answer_in_session(request: Request, reply: Reply, source: ClientSessionStream) -> Response:
+async def answer_in_session(reply: Reply, source: ClientSessionStream) -> Response:
     """Continue a session for such a client. The session refuses with its first delta."""
-    if request.state.reads_only:
+    if reply.request.state.reads_only:
         raise page_reads_only()
     if reply.stream:
         try:
             # A first chunk about the prompt comes when the session has raised all its refusals.
             if not reply.tells_progress:
-                await unless_gone(request, source.begin())
+                await unless_gone(reply.request, source.begin())
         except BaseException:
             await source.aclose()
             raise
-        return reply.stream_class(reply.chunks([source]), [source])
-    return await _whole(reply, [await unless_gone(request, finished(source))])
+        return reply.stream_of([source])
+    return await _whole(reply, [await unless_gone(reply.request, finished(source))])
 
 
 async def _whole(reply: Reply, outputs: Sequence[RequestOutput]) -> Response:
@@ -265,4 +282,5 @@ async def _whole(reply: Reply, outputs: Sequence[RequestOutput]) -> Response:
     )
     written = write() if size <= LONG_ANSWER else await asyncio.to_thread(write)
     reply.ended(outputs)
+    await reply.keep()
     return written

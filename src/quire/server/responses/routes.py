@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any, Literal
+from functools import partial
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
@@ -14,7 +15,7 @@ from quire.server.http.context import Context
 from quire.server.http.errors import ApiError, bad_field
 from quire.server.http.events import STREAMED, JsonAnswer, long_answer
 from quire.server.http.foreign_fields import UNLISTED
-from quire.server.openai.chat import ChatReply, answer_chat
+from quire.server.openai.chat import answer_chat
 from quire.server.openai.protocol import refuse_fields
 from quire.server.responses.body import REFUSED, ResponseRequest, chat_request
 from quire.server.responses.events import ResponseReply
@@ -57,19 +58,10 @@ async def create(body: ResponseRequest, request: Request) -> Response:
     if len(items) == before:
         raise bad_field("input", "input must hold at least one item, got none", code="invalid_argument")
     messages = await off_loop(request, lambda: messages_of(items, lambda number: f"input.{number - before}"))
-    replies: list[ResponseReply] = []
-
-    def made(*given: Any) -> ChatReply:
-        replies.append(ResponseReply(body, items, *given))
-        return replies[-1]
-
     chat = await off_loop(request, lambda: chat_request(body, messages, salt))
     stored_before = sum(len(str(message)) for message in messages) if before else 0
     with _renamed():
-        answer = await answer_chat(request, chat, made, more=stored_before)
-    if not body.stream:
-        await replies[0].keep()
-    return answer
+        return await answer_chat(request, chat, partial(ResponseReply, body, items), more=stored_before)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from starlette.responses import Response
 from quire.async_llm import SampleDelta
 from quire.async_llm.stream import PromptProgress
 from quire.base.errors import QuireError
-from quire.base.outputs import CompletionOutput, RequestOutput
+from quire.base.outputs import RequestOutput
 from quire.base.sampling_params import SamplingParams
 from quire.server.http.context import Context
 from quire.server.http.errors import ApiError, api_error, bad_field
@@ -28,7 +28,7 @@ from quire.server.http.events import Chunk, JsonAnswer, unless_gone
 from quire.server.openai.generation import deltas, whole
 from quire.server.openai.hint_fields import HintFields, read_hints
 from quire.server.openai.logprobs import Offsets, completion_logprobs
-from quire.server.openai.replies import Reply
+from quire.server.openai.replies import NOTHING, Reply
 from quire.server.sessions.bodies import ContinueBody, GenerateBody, GenerateManyBody, SamplingBody
 from quire.server.sessions.streams import ClientSessionStream
 
@@ -197,12 +197,11 @@ async def prefetched(
         session = await unless_gone(request, stream.take())
         reuse = await unless_gone(request, session.compute(priority=hints.priority))
         ids = session.tokens
-        nothing = CompletionOutput(index=0, text="", token_ids=[], finish_reason="length")
         output = RequestOutput(
             request_id=request.state.request_id,
             prompt=None,
             prompt_token_ids=ids,
-            outputs=[nothing],
+            outputs=[NOTHING],
             num_cached_tokens=reuse.cached,
             reuse=reuse,
         )

@@ -373,7 +373,7 @@ async def generate(session_id: str, body: GenerateBody, request: Request) -> Res
     model = stream.session.adapter or context.model_name
     reply = SessionReply(request, context, body, [stream], [params], model=model, session_id=session_id)
     reply.hints = hints
-    return await answer_in_session(request, reply, stream)
+    return await answer_in_session(reply, stream)
 
 
 @router.post("/{session_id}/score")
