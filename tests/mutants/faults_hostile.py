@@ -78,7 +78,7 @@ MUTANTS = (
     Mutant(
         name="bodies-that-nobody-counts",
         file="server/http/gate.py",
-        old="        self._arrivals.portions.take(self._owner, count)\n",
+        old="        self._portions.take(self._owner, count)\n",
         new="        pass\n",
         tests=("server/test_framing.py::test_bytes_are_counted_until_they_are_done_with",),
     ),

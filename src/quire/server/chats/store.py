@@ -155,12 +155,13 @@ class Chats:
         settings, own = self._settings, self.of(owner)
         old = 0 if before is None else len(before.text)
         advice = "delete some conversations, or export them first"
-        if before is None and len(own) >= settings.chats_per_key:
-            message = f"this server holds {settings.chats_per_key} conversations of yours at most; {advice}"
+        most = settings.of_one_key(settings.max_chats)
+        if before is None and len(own) >= most:
+            message = f"this server holds {most} conversations of yours at most; {advice}"
             raise ApiError(429, message, code="storage_limit")
         total = sum(len(one.text) for one in own)
-        if total - old + size > settings.chat_bytes_per_key:
-            most = settings.chat_bytes_per_key
+        most = settings.of_one_key(settings.max_chat_bytes)
+        if total - old + size > most:
             message = (
                 f"the conversation's {size} bytes beside {total - old} of others are more than {most} bytes; {advice}"
             )

@@ -251,7 +251,7 @@ class ServerSettings:
     @property
     def sessions_per_key(self) -> int:
         """``max_sessions_per_key``, or its default."""
-        return min(self.max_sessions, self.max_sessions_per_key or math.ceil(self.max_sessions * self._per_key))
+        return min(self.max_sessions, self.max_sessions_per_key or self.of_one_key(self.max_sessions))
 
     @property
     def pinned_share_per_key(self) -> float:
@@ -263,27 +263,11 @@ class ServerSettings:
         """``max_stored_bytes_per_key``, or its default."""
         given = self.max_stored_bytes_per_key
         total = int(self.max_stored_bytes)
-        return math.ceil(total * self._per_key) if given is None else min(total, int(given))
+        return self.of_one_key(total) if given is None else min(total, int(given))
 
-    @property
-    def responses_per_key(self) -> int:
-        """Stored responses of one API key, at most."""
-        return math.ceil(self.max_responses * self._per_key)
-
-    @property
-    def response_bytes_per_key(self) -> int:
-        """Bytes of their conversations, at most."""
-        return math.ceil(int(self.max_response_bytes) * self._per_key)
-
-    @property
-    def chats_per_key(self) -> int:
-        """Conversations of one API key, at most."""
-        return math.ceil(self.max_chats * self._per_key)
-
-    @property
-    def chat_bytes_per_key(self) -> int:
-        """Bytes of their documents, at most."""
-        return math.ceil(int(self.max_chat_bytes) * self._per_key)
+    def of_one_key(self, total: int | str) -> int:
+        """Return the part of a total that one API key may have."""
+        return math.ceil(int(total) * self._per_key)
 
     @property
     def _per_key(self) -> float:

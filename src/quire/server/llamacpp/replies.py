@@ -18,8 +18,7 @@ from quire.server.llamacpp.body import RANDOM_SEED, LlamaBody
 from quire.server.llamacpp.slots import SlotStream
 from quire.server.openai.generation import Source
 from quire.server.openai.logprobs import chat_logprobs
-from quire.server.openai.replies import Reply
-from quire.server.openai.timings import timings_of
+from quire.server.openai.replies import Reply, timings_of
 
 
 class BareEventStream(EventStream):

@@ -37,6 +37,11 @@ def total(context: Context) -> int:
     return context.llm.config.max_num_seqs
 
 
+def lock_of(context: Context, owner: str, number: int) -> asyncio.Lock:
+    """Return the lock of a slot: requests for one slot wait for each other, as in llama-server."""
+    return context.slot_locks.setdefault((owner, number), asyncio.Lock())
+
+
 def held_in(context: Context, owner: str, number: int) -> HeldSession | None:
     """Return the session of a slot; None for an empty one."""
     return by_number(context, owner).get(number)
@@ -80,7 +85,7 @@ class SlotStream(ClientSessionStream):
         super().__init__(context, owner, "", params)
         self._number, self._ids = number, list(ids)
         self._adapter, self._salt, self._afresh = adapter, salt, afresh
-        self._lock = context.slot_locks.of(owner, number)
+        self._lock = lock_of(context, owner, number)
         self._locked = False
         self.cached = 0
         """Tokens of the prompt whose state was there."""
@@ -161,7 +166,7 @@ async def listed(context: Context, owner: str) -> list[dict[str, Any]]:
 async def save(context: Context, owner: str, number: int, filename: str) -> dict[str, Any]:
     """Commit a slot's session to the branch ``filename``."""
     began = time.monotonic()
-    async with context.slot_locks.of(owner, number):
+    async with lock_of(context, owner, number):
         held = held_in(context, owner, number)
         if held is None:
             raise ApiError(
@@ -182,7 +187,7 @@ async def save(context: Context, owner: str, number: int, filename: str) -> dict
 async def restore(context: Context, owner: str, number: int, filename: str) -> dict[str, Any]:
     """Make a slot's session go on from the branch ``filename``."""
     began = time.monotonic()
-    async with context.slot_locks.of(owner, number):
+    async with lock_of(context, owner, number):
         with naming({"name": "filename"}, "filename", (InvalidArgument, NotFound)):
             session = await context.llm.checkout(filename, owner=owner)
         try:
@@ -204,7 +209,7 @@ async def restore(context: Context, owner: str, number: int, filename: str) -> d
 
 async def erase(context: Context, owner: str, number: int) -> dict[str, Any]:
     """Close a slot's session."""
-    async with context.slot_locks.of(owner, number):
+    async with lock_of(context, owner, number):
         erased = 0
         if (held := held_in(context, owner, number)) is not None:
             erased = len(held.session)

@@ -8,11 +8,11 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
-from datetime import UTC, datetime
 from typing import Any
 
 from quire.server.http.errors import ApiError, ollama_body
 from quire.server.http.events import Chunk, Chunks, EventStream, encode_json
+from quire.server.ollama.models import moment
 from quire.server.openai.chat import ChatReply
 from quire.server.openai.completions import CompletionReply
 from quire.server.openai.generation import Source
@@ -32,7 +32,7 @@ class LineStream(EventStream):
 
 def line(reply: Reply, said: Mapping[str, Any]) -> dict[str, Any]:
     """Return a line with a piece of an answer."""
-    return {"model": reply.model, "created_at": moment(), **said, "done": False}
+    return {"model": reply.model, "created_at": moment(time.time()), **said, "done": False}
 
 
 def done(reply: Reply, choice: Mapping[str, Any]) -> dict[str, Any]:
@@ -51,14 +51,9 @@ def done(reply: Reply, choice: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def moment() -> str:
-    """Return the present time as ollama writes it."""
-    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
-
-
 def loaded(model: str, said: Mapping[str, Any]) -> dict[str, Any]:
     """Return the answer to a request without a prompt."""
-    return {"model": model, "created_at": moment(), **said, "done": True, "done_reason": "load"}
+    return {"model": model, "created_at": moment(time.time()), **said, "done": True, "done_reason": "load"}
 
 
 class OllamaChat(ChatReply):

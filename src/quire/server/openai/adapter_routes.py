@@ -14,7 +14,7 @@ from pydantic import BaseModel, StrictStr
 from quire.base.errors import AlreadyExists, QuireError
 from quire.models.catalogue import ADAPTER_FILES, ADAPTER_TEXTS, bundled_adapters
 from quire.server.http.bodies import BodyRoute, BoundedModel
-from quire.server.http.context import Context
+from quire.server.http.context import Context, context_of
 from quire.server.http.errors import ApiError, api_error, bad_field, hiding
 from quire.server.http.status import ModelCard, adapter_card
 
@@ -46,7 +46,7 @@ class Unloaded(BaseModel):
 @router.post("/v1/load_lora_adapter")
 async def load_adapter(request: Request, body: LoadAdapterRequest) -> ModelCard:
     """Load a bundled adapter or one from an allowed directory. Requests name it as their model."""
-    context: Context = request.app.state.context
+    context = context_of(request)
     name = body.lora_name
     if not name.strip() or not name.isprintable() or len(name) > MAX_NAME:
         raise bad_field("lora_name", f"lora_name must be 1 to {MAX_NAME} printable characters, got {name[:40]!r}")
@@ -90,7 +90,7 @@ async def _place(context: Context, owner: str) -> AbstractContextManager[None]:
 @router.post("/v1/unload_lora_adapter")
 async def unload_adapter(request: Request, body: UnloadAdapterRequest) -> Unloaded:
     """Unload an adapter. 409 while requests or sessions use it."""
-    context: Context = request.app.state.context
+    context = context_of(request)
     try:
         await context.llm.unload_adapter(body.lora_name)
     except QuireError as error:

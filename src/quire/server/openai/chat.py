@@ -17,7 +17,7 @@ from quire.base.outputs import RequestOutput
 from quire.base.sampling_params import SamplingParams
 from quire.base.segments import BlendParams, Segment
 from quire.server.http.bodies import BodyRoute, off_loop
-from quire.server.http.context import Context
+from quire.server.http.context import Context, context_of
 from quire.server.http.errors import ApiError, bad_field, naming
 from quire.server.http.events import STREAMED
 from quire.server.openai.blend_fields import EncodedPrompt, blend_of
@@ -93,7 +93,7 @@ class _Asked:
 
 async def _read(request: Request, body: ChatRequest) -> _Asked:
     """Return the checked request. Raise ``ApiError``."""
-    context: Context = request.app.state.context
+    context = context_of(request)
     refuse_unsupported(body)
     check_variables(body.chat_template_kwargs)
     tokenizer = _tokenizer(context)
@@ -233,7 +233,7 @@ async def rendered_chat(request: Request, body: ChatRequest) -> str:
 
 
 async def _of_prompt(request: Request, body: ChatRequest, function: Callable[[SpelledTokens, str], T]) -> T:
-    context: Context = request.app.state.context
+    context = context_of(request)
     refuse_unsupported(body)
     check_variables(body.chat_template_kwargs)
     context.adapter_of(body.model)

@@ -12,11 +12,10 @@ from quire.async_llm import SampleDelta
 from quire.base.sampling_params import SamplingParams
 from quire.base.segments import Segment
 from quire.server.http.bodies import BodyRoute, check_count, off_loop
-from quire.server.http.context import Context
+from quire.server.http.context import Context, context_of
 from quire.server.http.errors import bad_field, naming
 from quire.server.http.events import STREAMED
 from quire.server.openai.blend_fields import EncodedPrompt, Part, blend_of, contents
-from quire.server.openai.fill_fields import filling
 from quire.server.openai.generation import (
     Named,
     asked_by,
@@ -31,10 +30,12 @@ from quire.server.openai.logprobs import Offsets, completion_logprobs, prompt_lo
 from quire.server.openai.protocol import CompletionRequest, refuse_unsupported
 from quire.server.openai.replies import Reply, RunOptions, answer, answer_in_session, head_of, prefetch
 from quire.server.sessions.streams import ClientSessionStream
+from quire.text.fill_middle import FillTokens
 
 router = APIRouter(route_class=BodyRoute)
 
 T = TypeVar("T")
+C = TypeVar("C", bound=CompletionRequest)
 
 
 @router.post("/v1/completions", tags=["OpenAI"], responses=STREAMED)
@@ -53,7 +54,7 @@ async def answer_completion(
 ) -> Response:
     """Continue prompts: those of the body, or these ``prompts``. ``made`` makes the reply, a
     ``CompletionReply`` by default, and ``run`` runs the checked prompts."""
-    context: Context = request.app.state.context
+    context = context_of(request)
     refuse_unsupported(body)
     if body.echo and context.llm.tokenizer is None:
         raise bad_field("echo", "echo needs a tokenizer, and this model has none")
@@ -187,6 +188,31 @@ async def _encoded(
 
     size = sum(len(one) for prompt in prompts for one in contents(prompt))
     return await in_texts(context, request, size, encode_all)
+
+
+def filling(
+    context: Context, body: C, before: Any, after: str, field: str, others: Sequence[tuple[str, str]] = ()
+) -> tuple[C, list[int]]:
+    """Return a body that ends where the text between ``before`` and ``after`` ends, and the prompt
+    for that text. Raise ``ApiError`` 400, about a ``field``, for a model without the tokens."""
+    tokenizer = context.llm.tokenizer
+    tokens = FillTokens.of(tokenizer)
+    if tokens is None or tokenizer is None:
+        raise bad_field(
+            field,
+            f"{field} is not supported: this model has no tokens for filling in the middle, such as <|fim_prefix|>; "
+            "load a code model that has",
+            code="unsupported_parameter",
+        )
+    if not isinstance(before, str):
+        raise bad_field("prompt", f"prompt must be one text beside {field}, got {before!r:.60}")
+    for name in ("session_id", "echo", "blend"):
+        if getattr(body, name):
+            raise bad_field(name, f"{name} cannot be given with {field}; leave one of them out")
+    with naming({}, "prompt"):
+        context.llm.engine.checks.text("".join([*(text for pair in others for text in pair), before, after]))
+    stops = [*body.sampling()[0].get("stop_token_ids", ()), *tokens.ends]
+    return body.model_copy(update={"stop_token_ids": stops or None}), tokens.prompt(tokenizer, before, after, others)
 
 
 class CompletionReply(Reply):

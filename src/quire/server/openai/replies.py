@@ -33,7 +33,6 @@ from quire.server.openai.blend_fields import blend_body
 from quire.server.openai.generation import Source, Usage, deltas, finished, reuse_body, whole, with_progress
 from quire.server.openai.hint_fields import HintFields
 from quire.server.openai.protocol import GenerationBody, StreamOptions
-from quire.server.openai.timings import progress_of, timings_of
 from quire.server.sessions.bodies import ContinueBody
 from quire.server.sessions.streams import ClientSessionStream
 
@@ -284,3 +283,34 @@ async def _whole(reply: Reply, outputs: Sequence[RequestOutput]) -> Response:
     reply.ended(outputs)
     await reply.keep()
     return written
+
+
+# -- llama-server's timings -----------------------------------------------------------------------
+
+
+def timings_of(output: RequestOutput, tokens: int, *, cached: int, began: float) -> dict[str, Any]:
+    """Return ``timings``: of a prompt, asked for at ``began``, and of the ``tokens`` behind it."""
+    now, metrics = time.monotonic(), output.metrics
+    first = metrics.first_token_time or metrics.finished_time or now
+    end = metrics.finished_time or now
+    computed = len(output.prompt_token_ids) - cached
+    return {
+        "cache_n": cached,
+        **_rates("prompt", computed, max(0.0, first - began)),
+        **_rates("predicted", tokens, max(0.0, end - first)),
+    }
+
+
+def progress_of(progress: PromptProgress, *, began: float) -> dict[str, Any]:
+    """Return ``prompt_progress``."""
+    elapsed = round(1000 * (time.monotonic() - began))
+    return {"total": progress.total, "cache": progress.cached, "processed": progress.done, "time_ms": elapsed}
+
+
+def _rates(name: str, count: int, seconds: float) -> dict[str, Any]:
+    return {
+        f"{name}_n": count,
+        f"{name}_ms": round(1000 * seconds, 3),
+        f"{name}_per_token_ms": round(1000 * seconds / count, 3) if count else 0.0,
+        f"{name}_per_second": round(count / seconds, 3) if seconds else 0.0,
+    }

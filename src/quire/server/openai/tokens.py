@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field, StrictBool, StrictInt, StrictStr
 from starlette.responses import Response
 
 from quire.server.http.bodies import BodyRoute, BoundedModel
-from quire.server.http.context import Context
+from quire.server.http.context import Context, context_of
 from quire.server.http.errors import bad_field
 from quire.server.http.events import JsonAnswer
 from quire.server.openai.generation import in_texts
@@ -77,7 +77,7 @@ class DetokenizeResponse(BaseModel):
 @router.post("/tokenize", response_model=TokenizeResponse)
 async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     """Return the tokens of a prompt, or of messages in the model's chat template."""
-    context: Context = request.app.state.context
+    context = context_of(request)
     context.adapter_of(body.model)
     tokenizer = _tokenizer(context)
     if body.content is not None:
@@ -140,7 +140,7 @@ def _piece(tokenizer: Tokenizer, token: int) -> str | list[int]:
 @router.post("/detokenize", response_model=DetokenizeResponse)
 async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
     """Return the text of tokens."""
-    context: Context = request.app.state.context
+    context = context_of(request)
     context.adapter_of(body.model)
     tokenizer = _tokenizer(context)
     most = context.llm.engine.max_model_len

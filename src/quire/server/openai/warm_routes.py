@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from quire.server.http.bodies import BodyRoute
-from quire.server.http.context import Context
+from quire.server.http.context import context_of
 from quire.server.http.errors import bad_field, naming
 from quire.server.http.events import JsonAnswer, unless_gone
 from quire.server.openai.generation import encode, in_texts
@@ -35,7 +35,7 @@ class WarmBody(StrictBody):
 async def warm(request: Request, body: WarmBody) -> Response:
     """Compute the state that segments have by themselves, as far as it is not kept. Of each:
     ``tokens``, those whose state is ``kept``, and how many were ``computed`` for it."""
-    context: Context = request.app.state.context
+    context = context_of(request)
     checks, adapter = context.llm.engine.checks, context.adapter_of(body.model)
     with naming({"blend": "model"}):
         context.llm.engine.blending.require()

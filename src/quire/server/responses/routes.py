@@ -11,7 +11,7 @@ from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
 from quire.server.http.bodies import BodyRoute, off_loop
-from quire.server.http.context import Context
+from quire.server.http.context import context_of
 from quire.server.http.errors import ApiError, bad_field
 from quire.server.http.events import STREAMED, JsonAnswer, long_answer
 from quire.server.http.foreign_fields import UNLISTED
@@ -37,7 +37,7 @@ Include = Annotated[list[Literal["reasoning.encrypted_content"]] | None, Query(d
 @router.post("", responses=STREAMED)
 async def create(body: ResponseRequest, request: Request) -> Response:
     """Answer items, or continue a stored response."""
-    context, owner = _context(request), request.state.owner
+    context, owner = context_of(request), request.state.owner
     refuse_fields(body, REFUSED)
     refuse_fields(body, UNLISTED)
     salt, items = body.cache_salt, list[Item]()
@@ -87,20 +87,20 @@ async def retrieve(
     """Return a stored response."""
     if stream:
         raise bad_field("stream", "a stored response is not streamed again; leave stream out", code="unsupported")
-    return await long_answer((await _context(request).responses.get(request.state.owner, response_id)).body)
+    return await long_answer((await context_of(request).responses.get(request.state.owner, response_id)).body)
 
 
 @router.delete("/{response_id}")
 async def delete(response_id: str, request: Request) -> Response:
     """Forget a stored response. Those that went on from it stay."""
-    await _context(request).responses.delete(request.state.owner, response_id)
+    await context_of(request).responses.delete(request.state.owner, response_id)
     return JsonAnswer({"id": response_id, "object": "response", "deleted": True})
 
 
 @router.post("/{response_id}/cancel")
 async def cancel(response_id: str, request: Request) -> Response:
     """Refuse: a stored response has ended. A client cancels by closing its connection."""
-    await _context(request).responses.get(request.state.owner, response_id)
+    await context_of(request).responses.get(request.state.owner, response_id)
     message = (
         "a response without background=true cannot be cancelled: it has ended; close the connection of one that runs"
     )
@@ -117,7 +117,7 @@ async def input_items(
     include: Include = None,
 ) -> Response:
     """List the items of the conversation that a stored response answered."""
-    items = (await _context(request).responses.get(request.state.owner, response_id)).items
+    items = (await context_of(request).responses.get(request.state.owner, response_id)).items
     items = items if order == "asc" else items[::-1]
     if after is not None:
         places = [number for number, item in enumerate(items) if item["id"] == after]
@@ -127,8 +127,3 @@ async def input_items(
     shown = items[:limit]
     ends = {"first_id": shown[0]["id"] if shown else None, "last_id": shown[-1]["id"] if shown else None}
     return await long_answer({"object": "list", "data": shown, **ends, "has_more": len(items) > limit})
-
-
-def _context(request: Request) -> Context:
-    context: Context = request.app.state.context
-    return context

@@ -143,7 +143,8 @@ class Responses:
         all."""
         settings = self._settings
         for owner in owners:
-            self._drop(owner, settings.responses_per_key, settings.response_bytes_per_key)
+            most, size = settings.of_one_key(settings.max_responses), settings.of_one_key(settings.max_response_bytes)
+            self._drop(owner, most, size)
         self._drop(None, settings.max_responses, int(settings.max_response_bytes))
 
     def _drop(self, owner: str | None, count: int, size: int) -> None:

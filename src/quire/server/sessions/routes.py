@@ -22,7 +22,7 @@ from quire.base.errors import FailedPrecondition, InvalidArgument, NotFound, Uns
 from quire.base.outputs import RequestOutput
 from quire.base.sampling_params import SamplingParams
 from quire.server.http.bodies import BodyRoute, off_loop
-from quire.server.http.context import Context
+from quire.server.http.context import Context, context_of
 from quire.server.http.errors import ApiError, bad_field, naming
 from quire.server.http.events import STREAMED, EventStream, JsonAnswer, long_answer, unless_gone
 from quire.server.openai.blend_fields import read_blend
@@ -74,7 +74,7 @@ Ttl = Annotated[Seconds | None, Query(description="Seconds without use after whi
 @router.post("")
 async def create(body: CreateBody, request: Request) -> Response:
     """Make a session: empty, of a prompt, or of the first messages of a chat."""
-    context = _context(request)
+    context = context_of(request)
     if body.prompt is not None and body.messages is not None:
         raise bad_field("messages", "prompt and messages are both given; give one of them")
     for name in ("tools", "chat_template_kwargs"):
@@ -91,7 +91,7 @@ async def create(body: CreateBody, request: Request) -> Response:
 
 
 async def _made(request: Request, body: CreateBody, prompt: Any, adapter: str | None) -> Response:
-    context = _context(request)
+    context = context_of(request)
     with _errors_about(None):
         name, labels = checked_name(body.name), checked_labels(body.labels or {})
     session = await context.llm.session(
@@ -121,7 +121,7 @@ async def _held(
 ) -> Response:
     """Answer with the id of a new session, by default a new one. ``chat`` answers its first
     messages. If it cannot be held it is closed."""
-    sessions, owner = _context(request).sessions, _owner(request)
+    sessions, owner = context_of(request).sessions, _owner(request)
     try:
         if chat is not None:
             # The turns up to the answer. An answer of one token is taken back.
@@ -157,7 +157,7 @@ async def overview(
     ] = False,
 ) -> Response:
     """List summaries of all sessions of this API key, the oldest first."""
-    context = _context(request)
+    context = context_of(request)
     if tokens:
         raise bad_field("tokens", "a list has no tokens and texts; GET /v1/sessions/{id} has those of one session")
     held = context.sessions.of(_owner(request))
@@ -197,7 +197,7 @@ async def upload(
     ] = None,
 ) -> Response:
     """Make a session of a state file, which is the body of the request."""
-    context = _context(request)
+    context = context_of(request)
     if session_id is not None and not SESSION_ID.fullmatch(session_id):
         raise bad_field("id", f"id must be 'session-' and 32 hexadecimal digits, got {session_id[:60]!r}")
     with _errors_about("label"):
@@ -214,7 +214,7 @@ async def upload(
 @router.post("/generate", responses=STREAMED)
 async def generate_many(body: GenerateManyBody, request: Request) -> Response:
     """Continue several sessions in one batch, each as by itself. Their new tokens stay in them."""
-    context = _context(request)
+    context = context_of(request)
     params = await off_loop(request, lambda: _params_of_all(context, body))
     batch = SessionBatch(request, context, body, params)
     try:
@@ -242,7 +242,7 @@ def _params_of_all(context: Context, body: GenerateManyBody) -> list[SamplingPar
 @router.post("/checkout")
 async def checkout(body: CheckoutBody, request: Request) -> Response:
     """Make a session that continues a branch or a commit."""
-    context, owner = _context(request), _owner(request)
+    context, owner = context_of(request), _owner(request)
     with _errors_about(None):
         name, labels = checked_name(body.name), checked_labels(body.labels or {})
     with context.sessions.room(owner):
@@ -256,7 +256,7 @@ async def checkout(body: CheckoutBody, request: Request) -> Response:
 @router.get("/{session_id}")
 async def describe(session_id: str, request: Request, rewind_to: RewindTo = None, tokens: bool = True) -> Response:
     """Describe a session: its content, shared pages, and the costs of going back."""
-    context = _context(request)
+    context = context_of(request)
     await context.sessions.wake(_owner(request), session_id)
     held = context.sessions.get(_owner(request), session_id)
     if rewind_to is not None and len(rewind_to) > MAX_POSITIONS:
@@ -325,7 +325,7 @@ async def _summary(context: Context, held: HeldSession) -> dict[str, Any] | None
 @router.delete("/{session_id}")
 async def delete(session_id: str, request: Request) -> Response:
     """Close a session. A call that runs in it ends as cancelled."""
-    await _context(request).sessions.close(_owner(request), session_id)
+    await context_of(request).sessions.close(_owner(request), session_id)
     return JsonAnswer({"id": session_id, "object": "session", "deleted": True})
 
 
@@ -338,7 +338,7 @@ async def append(session_id: str, body: TextBody, request: Request) -> Response:
     content: Any = body.content()
     async with _used(request, session_id, "append") as session:
         with _errors_about("tokens" if body.text is None else "text"):
-            content = await unless_gone(request, added(_context(request), session, content))
+            content = await unless_gone(request, added(context_of(request), session, content))
             await unless_gone(request, session.append(content))
             return JsonAnswer({"id": session_id, "num_tokens": len(session)})
 
@@ -346,7 +346,7 @@ async def append(session_id: str, body: TextBody, request: Request) -> Response:
 @router.post("/{session_id}/generate", responses=STREAMED)
 async def generate(session_id: str, body: GenerateBody, request: Request) -> Response:
     """Continue, after a prompt or with an answer to messages. The session keeps the new tokens."""
-    context = _context(request)
+    context = context_of(request)
     check_lists(context, body.sampling()[0])
     hints, messages = read_hints(context, _owner(request), body), body.messages
     if messages is not None:
@@ -382,7 +382,7 @@ async def score(session_id: str, body: TextBody, request: Request) -> Response:
     content: Any = body.content()
     async with _used(request, session_id, "score") as session:
         with _errors_about("tokens" if body.text is None else "text"):
-            content = await unless_gone(request, added(_context(request), session, content))
+            content = await unless_gone(request, added(context_of(request), session, content))
             scores = [finite(one) for one in await unless_gone(request, session.score(content))]
     return await long_answer({"id": session_id, "tokens": content, "logprobs": scores, "total_logprob": sum(scores)})
 
@@ -393,7 +393,7 @@ async def score(session_id: str, body: TextBody, request: Request) -> Response:
 @router.post("/{session_id}/fork")
 async def fork(session_id: str, body: ForkBody, request: Request) -> Response:
     """Fork a session: copies that share all pages with it until they are written to."""
-    context, owner = _context(request), _owner(request)
+    context, owner = context_of(request), _owner(request)
     with _errors_about(None):
         name, labels = checked_name(body.name), checked_labels(body.labels or {})
     async with _used(request, session_id, "fork") as session:
@@ -431,7 +431,7 @@ async def edit(session_id: str, body: EditBody, request: Request) -> Response:
     windows had freed ``released``. ``blended``: tokens whose state has a new place,
     approximately."""
     content, given = body.content(), "tokens" if body.text is None else "text"
-    blend = read_blend(_context(request), body.blend)
+    blend = read_blend(context_of(request), body.blend)
     async with _used(request, session_id, "edit") as session:
         fields = {"span": "span", "mode": "mode", "blend": "blend"}
         with naming(fields, given, (InvalidArgument, Unsupported)):
@@ -465,7 +465,7 @@ async def commit(session_id: str, body: CommitBody, request: Request) -> Respons
 async def use_adapter(session_id: str, body: AdapterBody, request: Request) -> Response:
     """Continue under a loaded adapter, or with null under the base model."""
     async with _used(request, session_id, "adapter") as session:
-        context = _context(request)
+        context = context_of(request)
         try:
             adapter = context.adapter_of(body.name)
         except ApiError as error:
@@ -487,15 +487,10 @@ async def use_adapter(session_id: str, body: AdapterBody, request: Request) -> R
 async def download(session_id: str, request: Request) -> Response:
     """Send the state file of a session."""
     async with _used(request, session_id, "state") as session:
-        return await saved_session(session, request, _context(request), name=f"{session_id}.quire")
+        return await saved_session(session, request, context_of(request), name=f"{session_id}.quire")
 
 
 # -- helpers ---------------------------------------------------------------------------------------
-
-
-def _context(request: Request) -> Context:
-    context: Context = request.app.state.context
-    return context
 
 
 def _owner(request: Request) -> str:
@@ -506,7 +501,7 @@ def _owner(request: Request) -> str:
 @asynccontextmanager
 async def _used(request: Request, session_id: str, verb: str) -> AsyncIterator[AsyncSession]:
     """Yield a session for the time of one call, at whose end it is durable."""
-    async with _context(request).sessions.use(_owner(request), session_id, verb) as held:
+    async with context_of(request).sessions.use(_owner(request), session_id, verb) as held:
         yield held.session
 
 
