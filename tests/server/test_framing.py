@@ -188,7 +188,7 @@ def test_bodies_in_memory_have_a_limit_too() -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        assert not middleware._bodies.portions.used
+        assert not middleware._bodies.used
 
     asyncio.run(run())
 
