@@ -116,13 +116,6 @@ MUTANTS = (
         tests=("server/test_client_fields.py::test_what_only_values_can_tell_is_declared",),
     ),
     Mutant(
-        name="counted-without-ranges",
-        file="server/openai/chat.py",
-        old="    tools = ToolChoice.of(body, listed)\n    _params(context, body, tools)\n",
-        new="    tools = ToolChoice.of(body, listed)\n",
-        tests=("server/test_anthropic_messages.py::test_tokens_are_counted",),
-    ),
-    Mutant(
         name="nothing-to-draw-is-nobodys-fault",
         file="sampling/logit_edits.py",
         old='    return InvalidArgument("there is no token to draw',

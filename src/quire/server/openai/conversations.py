@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.server.http.context import Context
 from quire.server.http.errors import bad_field, naming
-from quire.server.openai.cache_marks import Messages, Tools
 from quire.server.openai.protocol import ChatRequest, Reasoning
 from quire.server.tools.harmony import is_harmony
 from quire.server.tools.reasoning import reasoning_for
@@ -20,6 +19,9 @@ from quire.text.chat_rendering import render_chat, variables_of
 from quire.text.long_texts import TextLimit
 from quire.text.spelled_tokens import SpelledTokens
 from quire.text.tokenizer import Tokenizer
+
+Messages: TypeAlias = list[dict[str, Any]]
+Tools: TypeAlias = list[dict[str, Any]] | None
 
 SWITCHES = ("enable_thinking", "thinking")
 """Variables that templates switch reasoning by; the first one that a template reads counts."""
@@ -54,6 +56,8 @@ class Conversation:
     """Names of the tools that the template sees; None: all."""
     begun: str | None = None
     """The beginning of the answer, in ``texts``' form, which the model is to go on with."""
+    asks: bool = True
+    """Whether the prompt ends where the model is to answer."""
 
     @classmethod
     def of(
@@ -84,11 +88,16 @@ class Conversation:
             template=template,
             messages=messages,
             begun=begun,
+            asks=begun is not None or body.add_generation_prompt is not False,
             tools=tools,
             variables=variables,
             text_limit=context.llm.engine.checks.text_limit,
             allowed=allowed,
         )
+
+    def prompt(self, messages: Sequence[Mapping[str, Any]], tools: Tools) -> str:
+        """Return the text of a prompt, for ``texts`` to tokenise."""
+        return self.render(messages, tools, asks=self.asks)
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Tools, *, asks: bool) -> str:
         """Return the text of messages, for ``texts`` to tokenise. ``asks``: it ends where the model
