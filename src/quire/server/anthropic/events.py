@@ -106,7 +106,7 @@ class MessagesReply(ChatReply):
     def _usage(self, more: Mapping[str, Any]) -> dict[str, Any]:
         """Return the tokens. Each of the prompt is in one number: found, or computed and pinned, or
         only computed. ``more``: what was done with marks."""
-        counts = self.usage.tokens
+        counts = self.tokens
         hints = more.get("quire", {}).get("hints", ())
         pins = [hint["tokens"] for hint in hints if hint["hint"] == "pin" and hint["status"] == "done"]
         created = max(counts["cached"], *pins) - counts["cached"] if pins else 0

@@ -10,7 +10,6 @@ import contextlib
 import logging
 import queue
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import TypeVar
 
 from quire.async_llm import AsyncLLM
@@ -186,16 +185,16 @@ class _Prompt:
 
     def hear(self) -> None:
         """Let the hand-over take what has come; end it if it is over."""
-        self._side.locked(partial(self._hear, 0.0))
+        self._side.locked(self._hear)
 
-    def _hear(self, timeout: float) -> None:
+    def _hear(self) -> None:
         state, seq = self._side.engine.runner.state, self._seq
         if seq is None or not state.has_sequence(seq):
             return
         try:
-            if state.disagg_receive(seq, timeout):
+            if state.disagg_receive(seq, 0.0):
                 self._seq = None
-                state.disagg_wait(seq, timeout)
+                state.disagg_wait(seq, 0.0)
                 self._side.engine.metrics.prompts_sent.inc("whole")
         except QuireError:
             self._side.engine.metrics.prompts_sent.inc("lost")

@@ -146,6 +146,14 @@ class OllamaErrorBody(BaseModel):
     error: str
 
 
+def errors_as(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+    """Return what ``/openapi.json`` says of errors in the shape of ``model``."""
+    return {
+        "4XX": {"model": model, "description": "What was asked for cannot be had."},
+        "5XX": {"model": model, "description": "The server stops, or broke."},
+    }
+
+
 class ApiError(Exception):
     """An error with its answer. ``message`` says what was given and what is accepted. ``param`` is
     the path of the field that it is about ("messages.0.role"). ``code`` is for programs

@@ -17,12 +17,12 @@ from quire.server.http.errors import ApiError, bad_field, busy
 from quire.server.http.events import STREAMED, JsonAnswer, unless_gone
 from quire.server.http.sites import page_reads_only
 from quire.server.llamacpp import slots
-from quire.server.llamacpp.body import InfillBody, LlamaBody, SlotBody, completion_of, infill_of, prompts_of
+from quire.server.llamacpp.body import InfillBody, LlamaBody, SlotBody, completion_of, prompts_of
 from quire.server.llamacpp.replies import LlamaReply, settings_of
 from quire.server.ollama.models import capabilities, template_of
 from quire.server.openai.blend_fields import Part
 from quire.server.openai.chat import answer_chat, rendered_chat
-from quire.server.openai.completions import answer_completion
+from quire.server.openai.completions import answer_completion, filling
 from quire.server.openai.generation import chat_defaults, in_texts
 from quire.server.openai.protocol import ChatRequest
 from quire.server.openai.replies import NOTHING, Reply, RunOptions, answer, answer_in_session
@@ -47,7 +47,12 @@ async def completion(request: Request, body: LlamaBody) -> Response:
 async def infill(request: Request, body: InfillBody) -> Response:
     """Write the text between a prefix and a suffix."""
     context = context_of(request)
-    filled, ids = await in_texts(context, request, len(await request.body()), lambda: infill_of(context, body))
+    before, others = body.input_prefix + body.prompt, [(one.filename, one.text) for one in body.input_extra]
+
+    def fill() -> tuple[InfillBody, list[int]]:
+        return filling(context, body, before, body.input_suffix, "input_suffix", others)
+
+    filled, ids = await in_texts(context, request, len(await request.body()), fill)
     return await _answered(request, completion_of(context, filled), [[ids]])
 
 

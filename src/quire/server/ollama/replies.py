@@ -37,7 +37,7 @@ def line(reply: Reply, said: Mapping[str, Any]) -> dict[str, Any]:
 
 def done(reply: Reply, choice: Mapping[str, Any]) -> dict[str, Any]:
     """Return the end of a sample, counts, and durations in nanoseconds."""
-    now, counts = time.monotonic(), reply.usage.tokens
+    now, counts = time.monotonic(), reply.tokens
     first = max(reply.began, reply.outputs[0].metrics.first_token_time or now)
     return {
         "done": True,

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from quire.server.http.bodies import BodyRoute, off_loop
 from quire.server.http.context import context_of
-from quire.server.http.errors import OLLAMA, OllamaErrorBody, bad_field
+from quire.server.http.errors import OLLAMA, OllamaErrorBody, bad_field, errors_as
 from quire.server.http.events import JsonAnswer
 from quire.server.ollama.body import (
     ChatBody,
@@ -28,11 +28,10 @@ from quire.server.openai.completions import answer_completion
 
 _ERRORS = {
     400: {"model": OllamaErrorBody, "description": "A body, or a value that this server does not take."},
-    "4XX": {"model": OllamaErrorBody, "description": "What was asked for cannot be had."},
-    "5XX": {"model": OllamaErrorBody, "description": "The server stops, or broke."},
+    **errors_as(OllamaErrorBody),
 }
 LINES: dict[int | str, dict[str, Any]] = {200: {"content": {"application/x-ndjson": {}}}}
-router = APIRouter(route_class=BodyRoute, prefix=OLLAMA, tags=["ollama"], responses=_ERRORS)  # type: ignore[arg-type]
+router = APIRouter(route_class=BodyRoute, prefix=OLLAMA, tags=["ollama"], responses=_ERRORS)
 
 
 @router.post("/chat", responses=LINES)

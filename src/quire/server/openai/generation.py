@@ -330,27 +330,12 @@ def of_shared(reuse: Reuse) -> Reuse:
     return replace(reuse, quote="")
 
 
-class Usage:
-    """The numbers of tokens of one request, over all of its prompts."""
-
-    def __init__(self) -> None:
-        self.tokens: Counter[str] = Counter()
-        """The numbers by their names in the log: prompt, cached, completion."""
-
-    def begin(self, output: RequestOutput) -> None:
-        """Count a prompt."""
-        self.tokens.update(prompt=len(output.prompt_token_ids), cached=output.num_cached_tokens, completion=0)
-
-    def add(self, count: int) -> None:
-        """Count generated tokens."""
-        self.tokens["completion"] += count
-
-    def body(self) -> dict[str, Any]:
-        """Return OpenAI's ``usage`` object."""
-        prompt, completion = self.tokens["prompt"], self.tokens["completion"]
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": self.tokens["cached"]},
-        }
+def usage_body(tokens: Mapping[str, int]) -> dict[str, Any]:
+    """Return OpenAI's ``usage`` object."""
+    prompt, completion = tokens["prompt"], tokens["completion"]
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": tokens["cached"]},
+    }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -30,7 +31,7 @@ from quire.server.http.errors import ApiError, bad_field
 from quire.server.http.events import Chunk, Chunks, EventStream, JsonAnswer, unless_gone
 from quire.server.http.sites import page_reads_only
 from quire.server.openai.blend_fields import blend_body
-from quire.server.openai.generation import Source, Usage, deltas, finished, reuse_body, whole, with_progress
+from quire.server.openai.generation import Source, deltas, finished, reuse_body, usage_body, whole, with_progress
 from quire.server.openai.hint_fields import HintFields
 from quire.server.openai.protocol import GenerationBody, StreamOptions
 from quire.server.sessions.bodies import ContinueBody
@@ -60,13 +61,14 @@ class Reply(ABC):
         """``Blend.unplaced``."""
         self.tokenizer = context.llm.tokenizer
         self.outputs: dict[int, RequestOutput] = {}
-        self.usage = Usage()
+        self.tokens: Counter[str] = Counter()
+        """Tokens of all prompts by their names in the log: prompt, cached, completion."""
         self.report: dict[str, Any] = {}
         """The reports of a stream's last chunk, noted by ``choices``."""
         self.model = body.model or context.model_name
         self._alone = not (context.settings.share_prefix_cache and request.state.owner)
         """Whether no other client has a part in the prefix cache that its prompts see."""
-        request.state.tokens = self.usage.tokens
+        request.state.tokens = self.tokens
         self.stream = bool(body.stream)
         asked = body if isinstance(body, GenerationBody) else None
         self.tells_progress = asked is not None and self.stream and bool(asked.return_progress)
@@ -98,7 +100,7 @@ class Reply(ABC):
 
     def begin(self, number: int, output: RequestOutput) -> None:
         """Count prompt ``number``, and take its output after the prompt was run."""
-        self.usage.begin(output)
+        self.tokens.update(prompt=len(output.prompt_token_ids), cached=output.num_cached_tokens, completion=0)
         self.outputs[number] = output
 
     def at_once(self, outputs: Sequence[RequestOutput]) -> Chunk:
@@ -110,13 +112,18 @@ class Reply(ABC):
                 if sample.finish_reason == "error":
                     raise sample.failure or QuireError(sample.error or "the request failed")
                 delta = whole(sample)
-                self.usage.add(self.count(delta))
+                self.tokens["completion"] += self.count(delta)
                 choices.append(self.choice(number, delta))
         return self.body_of(choices)
 
     def body_of(self, choices: Sequence[Mapping[str, Any]]) -> Chunk:
         """Return the body of an answer that is sent at once."""
-        return {**self._head, "choices": choices, "usage": self.usage.body(), **self.quire(list(self.outputs.values()))}
+        return {
+            **self._head,
+            "choices": choices,
+            "usage": usage_body(self.tokens),
+            **self.quire(list(self.outputs.values())),
+        }
 
     def ended(self, outputs: Sequence[RequestOutput]) -> None:  # noqa: B027 - only chats act on it
         """Record the answer as complete. Runs on the event loop."""
@@ -148,8 +155,10 @@ class Reply(ABC):
         head = {**self._head, "object": self.chunk_object}
         # What was reused, and done with hints, is known at the end, and goes with the last chunk.
         held: Chunk | None = None
+        found: AsyncGenerator[tuple[int, SampleDelta] | PromptProgress, None]
+        found = with_progress(sources) if self.tells_progress else deltas(sources)
         try:
-            async with aclosing(self._deltas(sources)) as stream:
+            async with aclosing(found) as stream:
                 async for item in stream:
                     if isinstance(item, PromptProgress):
                         yield {**head, "choices": [], "prompt_progress": progress_of(item, began=self.began)}
@@ -158,7 +167,7 @@ class Reply(ABC):
                     # A session of a batch may have failed before its prompt was run.
                     if number not in self.outputs and delta.finish_reason != "error":
                         self.begin(number, sources[number].output)
-                    self.usage.add(self.count(delta))
+                    self.tokens["completion"] += self.count(delta)
                     for choice in self.chunk_choices(number, delta):
                         if held is not None:
                             yield held
@@ -175,7 +184,7 @@ class Reply(ABC):
         if held is not None:
             yield {**held, **self.quire(outputs)}
         if self._with_usage:
-            yield {**head, "choices": [], "usage": self.usage.body(), **self.quire(outputs)}
+            yield {**head, "choices": [], "usage": usage_body(self.tokens), **self.quire(outputs)}
 
     async def choices(self, sources: Sequence[Source]) -> AsyncGenerator[Mapping[str, Any], None]:
         """Yield the choices of all chunks, for answers that are said in another form."""
@@ -190,20 +199,17 @@ class Reply(ABC):
         """Return the answer that is sent as it comes."""
         return self.stream_class(self.chunks(sources), sources, self.failed)
 
-    def _deltas(self, sources: Sequence[Source]) -> AsyncGenerator[tuple[int, SampleDelta] | PromptProgress, None]:
-        return with_progress(sources) if self.tells_progress else deltas(sources)
-
     def _usage_of_chunk(self) -> dict[str, Any]:
         timings = self._timings(self._timed_chunks)
         if self._running_usage:
-            return {"usage": self.usage.body(), **timings}
+            return {"usage": usage_body(self.tokens), **timings}
         return {"usage": None, **timings} if self._with_usage else timings
 
     def _timings(self, asked: bool | None) -> dict[str, Any]:
         """Return ``timings`` of a prompt that is alone."""
         if not asked or [*self.outputs] != [0]:
             return {}
-        tokens = self.usage.tokens
+        tokens = self.tokens
         return {"timings": timings_of(self.outputs[0], tokens["completion"], cached=tokens["cached"], began=self.began)}
 
 

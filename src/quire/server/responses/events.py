@@ -245,7 +245,7 @@ class ResponseReply(ChatReply):
 
     def _ended(self, status: str) -> dict[str, Any]:
         """Return the response with what was generated."""
-        counts = self.usage.tokens
+        counts = self.tokens
         thought = self._output.reasoning
         reasoning = 0
         if thought and self.tokenizer is not None:

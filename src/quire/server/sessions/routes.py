@@ -92,8 +92,7 @@ async def create(body: CreateBody, request: Request) -> Response:
 
 async def _made(request: Request, body: CreateBody, prompt: Any, adapter: str | None) -> Response:
     context = context_of(request)
-    with _errors_about(None):
-        name, labels = checked_name(body.name), checked_labels(body.labels or {})
+    name, labels = _called(body)
     session = await context.llm.session(
         prompt,
         adapter=adapter,
@@ -220,7 +219,7 @@ async def generate_many(body: GenerateManyBody, request: Request) -> Response:
     try:
         await unless_gone(request, batch.check())
         if body.stream:
-            return EventStream(batch.chunks(batch.members), [batch])
+            return EventStream(batch.chunks(batch.streams), [batch])
         return await long_answer(await unless_gone(request, batch.whole()))
     except BaseException:
         await asyncio.shield(batch.aclose())
@@ -243,8 +242,7 @@ def _params_of_all(context: Context, body: GenerateManyBody) -> list[SamplingPar
 async def checkout(body: CheckoutBody, request: Request) -> Response:
     """Make a session that continues a branch or a commit."""
     context, owner = context_of(request), _owner(request)
-    with _errors_about(None):
-        name, labels = checked_name(body.name), checked_labels(body.labels or {})
+    name, labels = _called(body)
     with context.sessions.room(owner):
         with naming({}, "branch", (InvalidArgument, NotFound)):
             session = await context.llm.checkout(body.branch, owner=owner)
@@ -394,8 +392,7 @@ async def score(session_id: str, body: TextBody, request: Request) -> Response:
 async def fork(session_id: str, body: ForkBody, request: Request) -> Response:
     """Fork a session: copies that share all pages with it until they are written to."""
     context, owner = context_of(request), _owner(request)
-    with _errors_about(None):
-        name, labels = checked_name(body.name), checked_labels(body.labels or {})
+    name, labels = _called(body)
     async with _used(request, session_id, "fork") as session:
         with context.sessions.room(owner, body.n):
             held = context.sessions.get(owner, session_id)
@@ -503,6 +500,12 @@ async def _used(request: Request, session_id: str, verb: str) -> AsyncIterator[A
     """Yield a session for the time of one call, at whose end it is durable."""
     async with context_of(request).sessions.use(_owner(request), session_id, verb) as held:
         yield held.session
+
+
+def _called(body: CreateBody | CheckoutBody | ForkBody) -> tuple[str | None, Mapping[str, str]]:
+    """Return the name and the labels that a body gives to new sessions."""
+    with _errors_about(None):
+        return checked_name(body.name), checked_labels(body.labels or {})
 
 
 def _errors_about(param: str | None) -> AbstractContextManager[None]:
