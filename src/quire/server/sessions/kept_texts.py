@@ -51,10 +51,7 @@ class KeptTexts:
         """Return id, owner and text of those whose owners have keys here."""
         if self._kept is None:
             return []
-        journal, found = self._kept.journal, []
-        for one in await asyncio.to_thread(
-            lambda: [one for one in journal.records() if one.id.startswith(self._prefix)]
-        ):
-            if (owner := owner_of(one, self.owners)) is not None and one.chat is not None:
-                found.append((one.id, owner, one.chat))
-        return found
+        journal = self._kept.journal
+        own = await asyncio.to_thread(lambda: [one for one in journal.records() if one.id.startswith(self._prefix)])
+        owned = [(one, owner_of(one, self.owners)) for one in own]
+        return [(one.id, owner, one.chat) for one, owner in owned if owner is not None and one.chat is not None]
