@@ -29,7 +29,7 @@ MUTANTS = (
     Mutant(
         name="a-lane-that-loses-its-thread",
         file="server/http/text_threads.py",
-        old="                if turn.done() and not turn.cancelled():\n                    self._leave()\n",
+        old="                self._places.release()\n",
         new="                pass\n",
         tests=("server/test_texts.py::test_who_has_gone_is_not_worked_for",),
     ),
