@@ -11,15 +11,16 @@ from quire.base.sampling_fields import Surface, declarations_on
 from quire.base.sampling_params import SamplingParams
 from quire.server.anthropic.blocks import BlockTurns, Texts, Turns
 from quire.server.http.errors import bad_field
+from quire.server.http.foreign_fields import Table
 from quire.server.openai.protocol import Body, ChatRequest, ParamsBody, takes_sampling
-from quire.server.responses.body import CHATS_ONLY, Refused, showing
+from quire.server.responses.body import CHATS_ONLY, showing
 from quire.server.responses.items import ShownAs, checked
 
 _CHATS = "/v1/chat/completions has it"
 OTHER_NAMES = ("max_tokens", "max_completion_tokens", "stop", "top_logprobs", "prompt_logprobs", "n")
 """Sampling fields of chats that Anthropic calls differently, requires, or does not have."""
 
-REFUSED: Refused = {
+REFUSED: Table = {
     "container": ((), "this server runs no code"),
     "mcp_servers": (([],), "this server has no tools of its own; the client runs them"),
     "context_management": (({"edits": []},), "nothing is cleared or compacted; send fewer messages"),

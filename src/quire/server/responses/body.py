@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
 from quire.base.sampling_fields import Surface, declarations_on
 from quire.base.sampling_params import SamplingParams
 from quire.server.http.errors import bad_field
+from quire.server.http.foreign_fields import Table
 from quire.server.openai.protocol import Body, ChatRequest, ParamsBody, takes_sampling
 from quire.server.responses.items import (
     FunctionCallItem,
@@ -26,9 +27,7 @@ _MADE = "it is answered while the client waits"
 OTHER_NAMES = ("max_tokens", "max_completion_tokens", "top_logprobs", "prompt_logprobs", "n")
 """Sampling fields of chats that responses call differently, or do not have."""
 
-Refused: TypeAlias = Mapping[str, tuple[tuple[Any, ...], str]]
-
-CHATS_ONLY: Refused = {
+CHATS_ONLY: Table = {
     "top_logprobs": ((0,), _CHATS),
     "logprobs": ((False,), _CHATS),
     "prompt_logprobs": ((), _CHATS),
@@ -39,7 +38,7 @@ CHATS_ONLY: Refused = {
 }
 """Fields that only chats have, as ``REFUSED``."""
 
-REFUSED: Refused = {
+REFUSED: Table = {
     "background": ((False,), f"leave it out; {_MADE}"),
     "background_options": ((), f"leave it out; {_MADE}"),
     "conversation": ((), "give previous_response_id, or the items themselves"),
@@ -125,7 +124,7 @@ class ResponseStreamOptions(Body):
     include_obfuscation: Literal[False] | None = None
 
 
-def showing(refused: Mapping[str, tuple[tuple[Any, ...], str]]) -> Callable[[dict[str, Any]], None]:
+def showing(refused: Table) -> Callable[[dict[str, Any]], None]:
     """Return a function that adds the accepted values of refused fields to a body's schema."""
 
     def show(schema: dict[str, Any]) -> None:

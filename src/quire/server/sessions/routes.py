@@ -83,7 +83,7 @@ async def create(body: CreateBody, request: Request) -> Response:
     check_variables(body.chat_template_kwargs)
     adapter = context.adapter_of(body.model)
     context.sessions.lifetime(body.ttl, pinned=body.pin)
-    with context.sessions.room(_owner(request)), _errors_about("prompt" if body.messages is None else "messages"):
+    with context.sessions.room(request.state.owner), _errors_about("prompt" if body.messages is None else "messages"):
         prompt: Any = [] if body.prompt is None else body.prompt
         if isinstance(prompt, str):
             prompt = await unless_gone(request, encoded(context, prompt, endless=body.window is not None))
@@ -96,7 +96,7 @@ async def _made(request: Request, body: CreateBody, prompt: Any, adapter: str | 
     session = await context.llm.session(
         prompt,
         adapter=adapter,
-        cache_salt=context.salt(_owner(request), body.cache_salt),
+        cache_salt=context.salt(request.state.owner, body.cache_salt),
         window=body.window,
         sink=body.sink,
     )
@@ -120,7 +120,7 @@ async def _held(
 ) -> Response:
     """Answer with the id of a new session, by default a new one. ``chat`` answers its first
     messages. If it cannot be held it is closed."""
-    sessions, owner = context_of(request).sessions, _owner(request)
+    sessions, owner = context_of(request).sessions, request.state.owner
     try:
         if chat is not None:
             # The turns up to the answer. An answer of one token is taken back.
@@ -159,9 +159,9 @@ async def overview(
     context = context_of(request)
     if tokens:
         raise bad_field("tokens", "a list has no tokens and texts; GET /v1/sessions/{id} has those of one session")
-    held = context.sessions.of(_owner(request))
+    held = context.sessions.of(request.state.owner)
     if after is not None:
-        mark = context.sessions.get(_owner(request), after)
+        mark = context.sessions.get(request.state.owner, after)
         held = held[held.index(mark) + 1 :]
     wanted = [text.partition("=") for text in label or ()]
     held = [one for one in held if (name is None or one.session.name == name) and _has_labels(one.session, wanted)]
@@ -202,7 +202,7 @@ async def upload(
     with _errors_about("label"):
         called, labels = checked_name(name), checked_labels(labels_of(label))
     require_file(request)
-    with context.sessions.room(_owner(request)):
+    with context.sessions.room(request.state.owner):
         session = await receive_session(request, context, convert_dtype=convert_dtype)
         # It is pinned if its state was written into, so that it cannot be computed again.
         return await _held(
@@ -232,7 +232,6 @@ def _params_of_all(context: Context, body: GenerateManyBody) -> list[SamplingPar
     limit = context.settings.max_sessions
     if len(body.ids) > limit:
         raise bad_field("ids", f"ids: {len(body.ids)} sessions; this server holds {limit} at most")
-    body.check_each()
     for one in (body, *(body.each or ())):
         check_lists(context, one.sampling()[0])
     return body.all_params(context.llm.default_params)
@@ -241,7 +240,7 @@ def _params_of_all(context: Context, body: GenerateManyBody) -> list[SamplingPar
 @router.post("/checkout")
 async def checkout(body: CheckoutBody, request: Request) -> Response:
     """Make a session that continues a branch or a commit."""
-    context, owner = context_of(request), _owner(request)
+    context, owner = context_of(request), request.state.owner
     name, labels = _called(body)
     with context.sessions.room(owner):
         with naming({}, "branch", (InvalidArgument, NotFound)):
@@ -255,8 +254,8 @@ async def checkout(body: CheckoutBody, request: Request) -> Response:
 async def describe(session_id: str, request: Request, rewind_to: RewindTo = None, tokens: bool = True) -> Response:
     """Describe a session: its content, shared pages, and the costs of going back."""
     context = context_of(request)
-    await context.sessions.wake(_owner(request), session_id)
-    held = context.sessions.get(_owner(request), session_id)
+    await context.sessions.wake(request.state.owner, session_id)
+    held = context.sessions.get(request.state.owner, session_id)
     if rewind_to is not None and len(rewind_to) > MAX_POSITIONS:
         raise bad_field("rewind_to", f"rewind_to names {len(rewind_to)} positions; at most {MAX_POSITIONS} are told")
     session, ids = held.session, held.session.tokens
@@ -266,7 +265,7 @@ async def describe(session_id: str, request: Request, rewind_to: RewindTo = None
         positions = sorted({*(int(length * share) for share in SHARES), max(0, length - 1)})
     summary = await _summary(context, held)
     if summary is None:
-        context.sessions.get(_owner(request), session_id)  # it was deleted meanwhile
+        context.sessions.get(request.state.owner, session_id)  # it was deleted meanwhile
         raise FailedPrecondition("the session is closed")
     costs = None
     if held.busy is None:
@@ -323,7 +322,7 @@ async def _summary(context: Context, held: HeldSession) -> dict[str, Any] | None
 @router.delete("/{session_id}")
 async def delete(session_id: str, request: Request) -> Response:
     """Close a session. A call that runs in it ends as cancelled."""
-    await context_of(request).sessions.close(_owner(request), session_id)
+    await context_of(request).sessions.close(request.state.owner, session_id)
     return JsonAnswer({"id": session_id, "object": "session", "deleted": True})
 
 
@@ -346,7 +345,7 @@ async def generate(session_id: str, body: GenerateBody, request: Request) -> Res
     """Continue, after a prompt or with an answer to messages. The session keeps the new tokens."""
     context = context_of(request)
     check_lists(context, body.sampling()[0])
-    hints, messages = read_hints(context, _owner(request), body), body.messages
+    hints, messages = read_hints(context, request.state.owner, body), body.messages
     if messages is not None:
         messages, _, marks = without_marks(messages, [])
         pin_all(hints, marks)
@@ -354,7 +353,7 @@ async def generate(session_id: str, body: GenerateBody, request: Request) -> Res
     params = body.params(context.llm.default_params if messages is None else chat_defaults(context))
     stream = ClientSessionStream(
         context,
-        _owner(request),
+        request.state.owner,
         session_id,
         params,
         prompt=body.prompt,
@@ -391,7 +390,7 @@ async def score(session_id: str, body: TextBody, request: Request) -> Response:
 @router.post("/{session_id}/fork")
 async def fork(session_id: str, body: ForkBody, request: Request) -> Response:
     """Fork a session: copies that share all pages with it until they are written to."""
-    context, owner = context_of(request), _owner(request)
+    context, owner = context_of(request), request.state.owner
     name, labels = _called(body)
     async with _used(request, session_id, "fork") as session:
         with context.sessions.room(owner, body.n):
@@ -454,7 +453,7 @@ async def commit(session_id: str, body: CommitBody, request: Request) -> Respons
     """Keep the session as it is now, as the next commit of a branch."""
     async with _used(request, session_id, "commit") as session:
         with naming({"message": "message"}, "name", (InvalidArgument,)):
-            made = await session.commit(body.name, body.message, force=body.force, owner=_owner(request))
+            made = await session.commit(body.name, body.message, force=body.force, owner=request.state.owner)
         return JsonAnswer({"id": session_id, "commit": commit_object(made)})
 
 
@@ -490,15 +489,10 @@ async def download(session_id: str, request: Request) -> Response:
 # -- helpers ---------------------------------------------------------------------------------------
 
 
-def _owner(request: Request) -> str:
-    owner: str = request.state.owner
-    return owner
-
-
 @asynccontextmanager
 async def _used(request: Request, session_id: str, verb: str) -> AsyncIterator[AsyncSession]:
     """Yield a session for the time of one call, at whose end it is durable."""
-    async with context_of(request).sessions.use(_owner(request), session_id, verb) as held:
+    async with context_of(request).sessions.use(request.state.owner, session_id, verb) as held:
         yield held.session
 
 
