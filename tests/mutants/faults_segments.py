@@ -58,8 +58,8 @@ MUTANTS = (
     Mutant(
         name="pins-count-tokens-of-a-prompt-that-is-not-cut",
         file="server/openai/chat.py",
-        old="first_of(parts, count))",
-        new="[text[:count]] if count < len(text) else parts)",
+        old="first_of(parts, count), chat",
+        new="[text[:count]] if count < len(text) else parts, chat",
         tests=(SERVER + "test_marks_of_both_kinds",),
     ),
     Mutant(

@@ -111,7 +111,10 @@ class Chats:
             await self._kept.write(name, owner, f"{json.dumps(head)}\n{text.decode()}", int(made.updated))
         except NotDurable:
             if self._held.get(name) is made:
-                self._restore(name, before)
+                if before is None:
+                    del self._held[name]
+                else:
+                    self._held[name] = before
             raise
         return made
 
@@ -131,12 +134,6 @@ class Chats:
         for name, owner, kept in await self._kept.found():
             head, _, text = kept.partition("\n")
             self._held[name] = StoredChat(id=name, owner=owner, text=text.encode(), **json.loads(head))
-
-    def _restore(self, name: str, before: StoredChat | None) -> None:
-        if before is None:
-            self._held.pop(name, None)
-        else:
-            self._held[name] = before
 
     def _check_room(self, owner: str, before: StoredChat | None, size: int) -> None:
         settings, own = self._settings, self.of(owner)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -18,9 +17,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from quire.base.errors import Cancelled, QuireError
+from quire.server.http import logs
 from quire.server.http.errors import ApiError, api_error
-
-logger = logging.getLogger("quire.server")
 
 T = TypeVar("T")
 
@@ -130,7 +128,7 @@ class EventStream(Response):
                 return  # the connection broke, so no error can be sent
             found = api_error(error)
             if found.status == 500:
-                logger.error("%s", json.dumps({"event": "failure", "request_id": request_id}), exc_info=error)
+                logs.failure(error, request_id=request_id)
             await self._send_event(send, self._failed(found))
         await send({"type": "http.response.body", "body": self.last, "more_body": False})
 

@@ -275,8 +275,7 @@ class GateMiddleware:
             except Exception as error:
                 found = api_error(error)
                 if found.status == 500:
-                    passage.error = error
-                    logs.failure(passage, error)
+                    logs.failure(error, request_id=passage.request_id, method=passage.method, path=passage.path)
                 # Once an answer has begun, the server closes the connection: the client sees that.
                 if passage.status is None and not passage.gone:
                     await error_response(found, scope["path"])(scope, receive, send)

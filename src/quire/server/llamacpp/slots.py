@@ -42,13 +42,8 @@ def lock_of(context: Context, owner: str, number: int) -> asyncio.Lock:
     return context.slot_locks.setdefault((owner, number), asyncio.Lock())
 
 
-def held_in(context: Context, owner: str, number: int) -> HeldSession | None:
-    """Return the session of a slot; None for an empty one."""
-    return by_number(context, owner).get(number)
-
-
 def by_number(context: Context, owner: str) -> dict[int, HeldSession]:
-    """Return the sessions of an owner's slots."""
+    """Return the sessions of an owner's slots; empty ones have none."""
     marked = [(held.session.labels.get(LABEL, ""), held) for held in context.sessions.of(owner)]
     return {int(label): held for label, held in marked if label.isascii() and label.isdecimal()}
 
@@ -99,7 +94,7 @@ class SlotStream(ClientSessionStream):
 
     async def _ready_id(self) -> str:
         context, owner = self._context, self._owner
-        held = held_in(context, owner, self._number)
+        held = by_number(context, owner).get(self._number)
         if held is not None and (self._afresh or held.session.adapter != self._adapter):
             await context.sessions.close(owner, held.id)
             held = None
@@ -167,7 +162,7 @@ async def save(context: Context, owner: str, number: int, filename: str) -> dict
     """Commit a slot's session to the branch ``filename``."""
     began = time.monotonic()
     async with lock_of(context, owner, number):
-        held = held_in(context, owner, number)
+        held = by_number(context, owner).get(number)
         if held is None:
             raise ApiError(
                 404, f"slot {number} is empty; POST /completion with id_slot={number} fills it", code="not_found"
@@ -191,7 +186,7 @@ async def restore(context: Context, owner: str, number: int, filename: str) -> d
         with naming({"name": "filename"}, "filename", (InvalidArgument, NotFound)):
             session = await context.llm.checkout(filename, owner=owner)
         try:
-            if (before := held_in(context, owner, number)) is not None:
+            if (before := by_number(context, owner).get(number)) is not None:
                 await context.sessions.close(owner, before.id)
             with context.sessions.room(owner):
                 await hold(context, owner, number, session)
@@ -211,7 +206,7 @@ async def erase(context: Context, owner: str, number: int) -> dict[str, Any]:
     """Close a slot's session."""
     async with lock_of(context, owner, number):
         erased = 0
-        if (held := held_in(context, owner, number)) is not None:
+        if (held := by_number(context, owner).get(number)) is not None:
             erased = len(held.session)
             await context.sessions.close(owner, held.id)
     return {"id_slot": number, "n_erased": erased}

@@ -15,10 +15,7 @@ from quire.base.segments import BlendParams, Segment
 from quire.engine.prompts import Text
 from quire.server.http.context import Context
 from quire.server.http.errors import bad_field, naming
-from quire.server.openai.generation import encode
 from quire.server.openai.protocol import GenerationBody
-from quire.text.spelled_tokens import SpelledTokens
-from quire.text.tokenizer import Tokenizer
 
 Part: TypeAlias = Segment | Text
 """A piece of a prompt: text or token ids, perhaps as a segment."""
@@ -66,17 +63,9 @@ class EncodedPrompt:
     """What ``AsyncLLM.generate`` takes."""
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer | None, parts: Sequence[Part]) -> EncodedPrompt:
-        """Return a prompt whose parts are tokenised by themselves, the first one as a prompt is."""
-        return cls._of(parts, lambda content, first: encode(tokenizer, content, inside=not first))
-
-    @classmethod
-    def rendered(cls, texts: SpelledTokens, parts: Sequence[Segment | str]) -> EncodedPrompt:
-        """Return the prompt of a text that a chat template has written, given in parts."""
-        return cls._of(parts, texts.encode_part)
-
-    @classmethod
-    def _of(cls, parts: Sequence[Part], encoded: Callable[[Text, bool], NDArray[np.int64]]) -> EncodedPrompt:
+    def of(cls, parts: Sequence[Part], encoded: Callable[[Any, bool], NDArray[np.int64]]) -> EncodedPrompt:
+        """Return a prompt whose parts ``encoded`` turns into ids, each by itself. It is told which
+        part is the first one."""
         ids: list[Any] = [encoded(content, not number) for number, content in enumerate(contents(parts))]
         pieces = [Segment(one) if isinstance(part, Segment) else one for part, one in zip(parts, ids, strict=True)]
         whole = np.concatenate(ids)

@@ -311,7 +311,7 @@ def _rendered(
             parts, unplaced = cut_at_segments(text, chat.messages, texts, partial(chat.prompt, tools=chat.tools))
 
         def encode(count: int) -> EncodedPrompt:
-            return EncodedPrompt.rendered(chat.texts, first_of(parts, count))
+            return EncodedPrompt.of(first_of(parts, count), chat.texts.encode_part)
 
         prompt = encode(len(text))
         for mark in asked.marks:

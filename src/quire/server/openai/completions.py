@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
 from fastapi import APIRouter, Request
+from numpy.typing import NDArray
 from starlette.responses import Response
 
 from quire.async_llm import SampleDelta
 from quire.base.sampling_params import SamplingParams
 from quire.base.segments import Segment
+from quire.engine.prompts import Text
 from quire.server.http.bodies import BodyRoute, check_count, off_loop
 from quire.server.http.context import Context, context_of
 from quire.server.http.errors import bad_field, naming
@@ -21,6 +24,7 @@ from quire.server.openai.generation import (
     asked_by,
     check_number,
     check_prompts,
+    encode,
     ending,
     in_texts,
     sampling_params,
@@ -179,11 +183,14 @@ async def _encoded(
         with about:
             context.llm.engine.checks.text("".join(one for one in contents(prompt) if isinstance(one, str)))
 
+    def encoded(part: Text, first: bool) -> NDArray[np.int64]:
+        return encode(context.llm.tokenizer, part, inside=not first)
+
     def encode_all() -> list[EncodedPrompt]:
         found = []
         for prompt, about in _named(prompts, fields):
             with about:
-                found.append(EncodedPrompt.of(context.llm.tokenizer, prompt))
+                found.append(EncodedPrompt.of(prompt, encoded))
         return found
 
     size = sum(len(one) for prompt in prompts for one in contents(prompt))

@@ -22,6 +22,11 @@ from quire.text.tokenizer import Tokenizer
 router = APIRouter(route_class=BodyRoute, tags=["tokens"])
 
 
+RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "chat_template"})
+RESERVED |= {"tokenizer", "tokenizer_template", "text_limit"}
+"""Names that ``chat_template_kwargs`` may not hold."""
+
+
 class TokenizeRequest(BoundedModel):
     """One of ``prompt``, ``messages`` and, for llama-server's shape, ``content``."""
 
@@ -173,10 +178,8 @@ def _encode(tokenizer: Tokenizer, body: TokenizeRequest, text_limit: TextLimit |
         texts = SpelledTokens(tokenizer, None, body.prompt, parse_special=body.parse_special is not False)
         return texts.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
     assert body.messages is not None
-    reserved = {"messages", "tools", "add_generation_prompt", "chat_template", "tokenizer", "tokenizer_template"}
-    reserved.add("text_limit")
     for name in body.chat_template_kwargs or {}:
-        if name in reserved:
+        if name in RESERVED:
             raise bad_field(
                 f"chat_template_kwargs.{name}",
                 f"chat_template_kwargs must not have {name!r}; that is a field of its own",
