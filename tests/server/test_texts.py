@@ -175,7 +175,7 @@ def test_prompts_whose_clients_have_gone(served: Served, client: httpx.Client, s
             connection.close()
         wait_for(lambda: served.context.gate.under_way == 0)
         # Whoever had begun has ended, and the thread is free.
-        wait_for(lambda: served.context.texts._long._free == 1)
+        wait_for(lambda: not served.context.texts._long._places.locked())
     client.delete(f"/v1/sessions/{session}")
 
 
