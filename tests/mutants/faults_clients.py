@@ -188,15 +188,15 @@ MUTANTS = (
     Mutant(
         name="a-slot-keeps-what-the-prompt-does-not-have",
         file="server/llamacpp/slots.py",
-        old="            await session.rewind(to=kept)\n",
-        new="            pass\n",
+        old="        await session.rewind(to=kept)\n",
+        new="        pass\n",
         tests=("server/test_llamacpp.py::test_a_slot_goes_on_where_prompts_agree",),
     ),
     Mutant(
         name="requests-for-a-slot-do-not-wait",
         file="server/llamacpp/slots.py",
-        old="            await self._lock.acquire()\n            self._locked = True\n",
-        new="",
+        old="    await lock.acquire()\n",
+        new="    lock = asyncio.Lock()\n    await lock.acquire()\n",
         tests=("server/test_llamacpp.py::test_requests_for_one_slot_wait_for_each_other",),
     ),
     Mutant(

@@ -15,7 +15,6 @@ from quire.server.http.context import Context
 from quire.server.http.events import Chunk, Chunks, EventStream
 from quire.server.http.foreign_fields import ORDER
 from quire.server.llamacpp.body import RANDOM_SEED, LlamaBody
-from quire.server.llamacpp.slots import SlotStream
 from quire.server.openai.generation import Source
 from quire.server.openai.logprobs import chat_logprobs
 from quire.server.openai.replies import Reply, timings_of
@@ -42,8 +41,8 @@ class LlamaReply(Reply):
     prefix = "cmpl"
     object = chunk_object = "completion"
     stream_class = BareEventStream
-    slot: SlotStream | None = None
-    """The slot in which it runs."""
+    cached: int | None = None
+    """Tokens of the prompt whose state was in the slot in which it runs; None: in no slot."""
 
     def __init__(
         self,
@@ -126,7 +125,7 @@ class LlamaReply(Reply):
         return {} if self._params.logprobs is None else {"completion_probabilities": list(entries)}
 
     def _cached(self, output: RequestOutput) -> int:
-        return output.num_cached_tokens if self.slot is None else self.slot.cached
+        return output.num_cached_tokens if self.cached is None else self.cached
 
     def _sample_timings(self, number: int, tokens: int, output: RequestOutput) -> dict[str, Any]:
         return timings_of(output, tokens, cached=self._cached(output), began=self.began)

@@ -68,7 +68,9 @@ async def _answered(request: Request, body: LlamaBody, prompts: list[Sequence[Pa
             raise bad_field("id_slot", "a slot takes one prompt and one sample; leave id_slot out for several")
         if options.blend is not None:
             raise bad_field("blend", "a slot keeps exact state; leave blend or id_slot out")
-        reply.slot = slots.SlotStream(
+        if request.state.reads_only:
+            raise page_reads_only()
+        begun = slots.begun(
             reply.context,
             request.state.owner,
             body.slot,
@@ -78,14 +80,11 @@ async def _answered(request: Request, body: LlamaBody, prompts: list[Sequence[Pa
             salt=options.cache_salt,
             afresh=body.cache_prompt is False,
         )
+        source, reply.cached = await unless_gone(request, begun)
         if not body.no_answer:
-            return await answer_in_session(reply, reply.slot)
-        if request.state.reads_only:
-            raise page_reads_only()
-        try:
-            ids = (await unless_gone(request, reply.slot.fill())).tokens
-        finally:
-            await reply.slot.aclose()
+            return await answer_in_session(reply, source)
+        ids = source.session.tokens
+        await source.aclose()
         output = RequestOutput(
             request_id=request.state.request_id, prompt=None, prompt_token_ids=ids, outputs=[NOTHING]
         )

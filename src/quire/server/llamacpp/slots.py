@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any
 
-from quire.async_llm import AsyncSession, AsyncStream
+from quire.async_llm import AsyncSession
 from quire.base.errors import InvalidArgument, NotFound
 from quire.base.sampling_params import SamplingParams
 from quire.server.http.context import Context
@@ -61,76 +60,60 @@ async def hold(context: Context, owner: str, number: int, session: AsyncSession)
     return made
 
 
-class SlotStream(ClientSessionStream):
-    """A completion in a slot. The slot is in use from the first delta to ``aclose``."""
+# -- completions -----------------------------------------------------------------------------------
 
-    def __init__(
-        self,
-        context: Context,
-        owner: str,
-        number: int,
-        params: SamplingParams,
-        ids: Sequence[int],
-        *,
-        adapter: str | None,
-        salt: str | None,
-        afresh: bool,
-    ) -> None:
-        """Prepare to run the prompt ``ids``. ``afresh``: without the state that is there."""
-        super().__init__(context, owner, "", params)
-        self._number, self._ids = number, list(ids)
-        self._adapter, self._salt, self._afresh = adapter, salt, afresh
-        self._lock = lock_of(context, owner, number)
-        self._locked = False
-        self.cached = 0
-        """Tokens of the prompt whose state was there."""
 
-    async def take(self) -> AsyncSession:
-        if self._session is None:
-            await self._lock.acquire()
-            self._locked = True
-            self.session_id = await self._ready_id()
-        return await super().take()
-
-    async def _ready_id(self) -> str:
-        context, owner = self._context, self._owner
-        held = by_number(context, owner).get(self._number)
-        if held is not None and (self._afresh or held.session.adapter != self._adapter):
+async def begun(
+    context: Context,
+    owner: str,
+    number: int,
+    params: SamplingParams,
+    ids: list[int],
+    *,
+    adapter: str | None,
+    salt: str | None,
+    afresh: bool,
+) -> tuple[ClientSessionStream, int]:
+    """Run the prompt ``ids`` in a slot. Return the generation behind it, at whose end the slot is
+    free again, and the number of tokens whose state was there. ``afresh``: use none of it."""
+    lock = lock_of(context, owner, number)
+    await lock.acquire()
+    stream: ClientSessionStream | None = None
+    try:
+        held = by_number(context, owner).get(number)
+        if held is not None and (afresh or held.session.adapter != adapter):
             await context.sessions.close(owner, held.id)
             held = None
         if held is not None:
-            return held.id
-        with context.sessions.room(owner):
-            session = await context.llm.session([], adapter=self._adapter, cache_salt=self._salt)
-            return await hold(context, owner, self._number, session)
+            session_id = held.id
+        else:
+            with context.sessions.room(owner):
+                session = await context.llm.session([], adapter=adapter, cache_salt=salt)
+                session_id = await hold(context, owner, number, session)
+        stream = ClientSessionStream(context, owner, session_id, params, freed=lock.release)
+        return stream, await _fill(await stream.take(), ids)
+    except BaseException:
+        if stream is None:
+            lock.release()
+        else:
+            await asyncio.shield(stream.aclose())
+        raise
 
-    async def fill(self) -> AsyncSession:
-        """Run the prompt in the slot."""
-        session = await self.take()
-        there = session.tokens
-        kept = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(there, self._ids, strict=False)))
-        if kept < len(there):
-            await session.rewind(to=kept)
-        found = session.num_computed
-        if kept and found < kept - 1:
-            # A restored slot, and one whose pages were given up, find their state in the store.
-            found = max(found, (await session.compute()).cached)
-        # The logits behind the last token are computed in any case.
-        self.cached = min(found, kept, len(self._ids) - 1)
-        if kept < len(self._ids):
-            await session.append(self._ids[kept:])
-        return session
 
-    async def _begin(self) -> AsyncStream:
-        return (await self.fill()).stream(self._params)
-
-    async def _finish(self) -> None:
-        try:
-            await super()._finish()
-        finally:
-            if self._locked:
-                self._locked = False
-                self._lock.release()
+async def _fill(session: AsyncSession, ids: list[int]) -> int:
+    """Make a session hold ``ids``, and return the number of those whose state was there."""
+    there = session.tokens
+    kept = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(there, ids, strict=False)))
+    if kept < len(there):
+        await session.rewind(to=kept)
+    found = session.num_computed
+    if kept and found < kept - 1:
+        # A restored slot, and one whose pages were given up, find their state in the store.
+        found = max(found, (await session.compute()).cached)
+    if kept < len(ids):
+        await session.append(ids[kept:])
+    # The logits behind the last token are computed in any case.
+    return min(found, kept, len(ids) - 1)
 
 
 # -- /slots ----------------------------------------------------------------------------------------

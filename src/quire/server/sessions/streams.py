@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 from quire.async_llm import AsyncSession, AsyncStream, SampleDelta
@@ -42,6 +42,7 @@ class ClientSessionStream(AsyncIterator[SampleDelta]):
         model: str | None = None,
         hints: CacheHints = NO_HINTS,
         raises: bool = True,
+        freed: Callable[[], object] = lambda: None,
     ) -> None:
         """Prepare to continue, after a prompt (text without BOS, or ids), or to answer messages.
 
@@ -52,7 +53,7 @@ class ClientSessionStream(AsyncIterator[SampleDelta]):
         session that the owner does not have, ``FailedPrecondition`` for one in use, ``ApiError``
         400 for another model, and the errors of ``Session.stream`` and ``Session.stream_chat``. The
         session is then as it was. Without ``raises`` an error of the engine is the last delta,
-        ``FAILED``, and its answer is in ``failure``.
+        ``FAILED``, and its answer is in ``failure``. ``freed`` is called when the session is free.
         """
         if prompt is not None and messages is not None:
             raise bad_field("messages", "prompt and messages are both given; give one of them")
@@ -67,6 +68,7 @@ class ClientSessionStream(AsyncIterator[SampleDelta]):
         self._model = model
         self._hints = hints
         self._raises = raises
+        self._freed = freed
         self.failure: Mapping[str, Any] = {}
         """The answer to the error that was not raised."""
         self._held: HeldSession | None = None
@@ -173,18 +175,20 @@ class ClientSessionStream(AsyncIterator[SampleDelta]):
     async def _finish(self) -> None:
         """Free the session once nothing runs on it any more."""
         held = self._held
-        if held is None:
-            return
         try:
             if self._stream is not None:
                 await self._stream.aclose()
-            if self._undo is not None:
+            if held is not None and self._undo is not None:
                 await held.session.rewind(to=self._undo)
         except FailedPrecondition:
             pass  # the session was closed meanwhile
         finally:
             self._held = None
-            await self._context.sessions.release_when_durable(held)
+            try:
+                if held is not None:
+                    await self._context.sessions.release_when_durable(held)
+            finally:
+                self._freed()
 
     async def aclose(self) -> None:
         """Cancel an unfinished request, and return when the session is free."""
