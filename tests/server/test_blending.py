@@ -20,8 +20,8 @@ from quire.blend.calibration import BlendQuality
 from quire.blend.retriever import ChunkTask
 from quire.engine.blending import UNCALIBRATED
 from quire.server.http.settings import ServerSettings
-from quire.server.openai.blend_fields import EncodedPrompt, blend_body
-from quire.server.openai.generation import encode
+from quire.server.openai.blend_fields import EncodedPrompt
+from quire.server.openai.generation import encode, summed
 
 from .conftest import Served, pages_free, serving, wait_for
 from .test_prefix_salts import KEYS, headers
@@ -539,4 +539,10 @@ def test_pieces_are_tokenised_by_themselves() -> None:
 
 
 def test_sums_of_nothing() -> None:
-    assert blend_body([]) == {"blended": 0, "recomputed": 0, "exact": 0, "by_tier": {}, "prompts": []}
+    assert summed([], ("blended", "recomputed", "exact")) == {
+        "blended": 0,
+        "recomputed": 0,
+        "exact": 0,
+        "by_tier": {},
+        "prompts": [],
+    }

@@ -61,15 +61,10 @@ class CustomTool(Body):
     allowed_callers: list[Literal["direct"]] | None = None
 
 
-class AutoChoice(Body):
-    type: Literal["auto"]
+class AnyChoice(Body):
+    type: Literal["auto", "any"]
     disable_parallel_tool_use: bool | None = None
     """At most one call."""
-
-
-class AnyChoice(Body):
-    type: Literal["any"]
-    disable_parallel_tool_use: bool | None = None
 
 
 class OneChoice(Body):
@@ -116,7 +111,7 @@ class RequestMetadata(Body):
     user_id: str | None = None
 
 
-CHOICES: Mapping[str, type[Body]] = {"auto": AutoChoice, "any": AnyChoice, "tool": OneChoice, "none": NoChoice}
+CHOICES: Mapping[str, type[Body]] = {"auto": AnyChoice, "any": AnyChoice, "tool": OneChoice, "none": NoChoice}
 THINKING: Mapping[str, type[Body]] = {
     "enabled": ThinkingEnabled,
     "adaptive": ThinkingAdaptive,
@@ -144,7 +139,7 @@ class CountedMessages(ParamsBody):
     system: Texts = None
     """A text, or blocks of texts."""
     tools: Annotated[Any, ShownAs(list[CustomTool] | None)] = None
-    tool_choice: Annotated[Any, ShownAs(AutoChoice | AnyChoice | OneChoice | NoChoice | None)] = None
+    tool_choice: Annotated[Any, ShownAs(AnyChoice | OneChoice | NoChoice | None)] = None
     thinking: Annotated[Any, ShownAs(ThinkingEnabled | ThinkingAdaptive | ThinkingDisabled | None)] = None
     """Whether the model thinks first, where the template has a variable ``enable_thinking``."""
     output_config: OutputConfig | None = None

@@ -90,15 +90,6 @@ class KeyPortions:
         if not self.used[owner]:
             del self.used[owner]
 
-    @contextmanager
-    def one(self, owner: str) -> Iterator[None]:
-        """Count one until the block ends."""
-        self.take(owner, 1)
-        try:
-            yield
-        finally:
-            self.take(owner, -1)
-
 
 class Gate:
     """A count of running requests that can be closed. ``weights``: of all API keys, which divide
@@ -136,10 +127,11 @@ class Gate:
         assert task is not None
         self._tasks[task] = None
         self._idle.clear()
+        places.take(owner, 1)
         try:
-            with places.one(owner):
-                yield
+            yield
         finally:
+            places.take(owner, -1)
             del self._tasks[task]
             if not self._tasks:
                 self._idle.set()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
@@ -10,7 +9,6 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.base.outputs import Blend
 from quire.base.segments import BlendParams, Segment
 from quire.engine.prompts import Text
 from quire.server.http.context import Context
@@ -70,16 +68,3 @@ class EncodedPrompt:
         pieces = [Segment(one) if isinstance(part, Segment) else one for part, one in zip(parts, ids, strict=True)]
         whole = np.concatenate(ids)
         return cls(whole, pieces if any(isinstance(part, Segment) for part in parts) else whole)
-
-
-def blend_body(found: Sequence[Blend]) -> dict[str, Any]:
-    """Return the report of blending. For several prompts it has the sums, and each prompt under
-    ``prompts``."""
-    bodies = [blend.as_dict() for blend in found]
-    if len(bodies) == 1:
-        return bodies[0]
-    by_tier: Counter[str] = Counter()
-    for blend in found:
-        by_tier.update(blend.by_tier)
-    sums = {name: sum(body[name] for body in bodies) for name in ("blended", "recomputed", "exact")}
-    return {**sums, "by_tier": dict(by_tier), "prompts": bodies}

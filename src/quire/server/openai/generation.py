@@ -305,22 +305,16 @@ def ending(reason: FinishReason | None, stop_reason: str | int | None) -> dict[s
     return {"finish_reason": reason, "stop_reason": stop_reason if reason == "stop" else None}
 
 
-def reuse_body(outputs: Iterable[RequestOutput], *, alone: bool) -> dict[str, Any]:
-    """Return the report of reuse. For several prompts it has the sums, and each prompt under
-    ``prompts``. Without ``alone`` other clients share the cache, and their part is left out."""
-    found = [output.reuse if alone else of_shared(output.reuse) for output in outputs]
-    bodies = [reuse.as_dict() for reuse in found]
-    if len(bodies) == 1:
-        return bodies[0]
+def summed(reports: Sequence[dict[str, Any]], names: Sequence[str]) -> dict[str, Any]:
+    """Return the report of one prompt. For several prompts it has the sums of what ``names`` name,
+    and each prompt under ``prompts``."""
+    if len(reports) == 1:
+        return reports[0]
     by_tier: Counter[str] = Counter()
-    for reuse in found:
-        by_tier.update(reuse.by_tier)
-    return {
-        "cached": sum(reuse.cached for reuse in found),
-        "by_tier": dict(by_tier),
-        "replayed": sum(reuse.replayed for reuse in found),
-        "prompts": bodies,
-    }
+    for report in reports:
+        by_tier.update(report["by_tier"])
+    sums = {name: sum(report[name] for report in reports) for name in names}
+    return {**sums, "by_tier": dict(by_tier), "prompts": reports}
 
 
 def of_shared(reuse: Reuse) -> Reuse:

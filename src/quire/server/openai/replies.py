@@ -30,8 +30,7 @@ from quire.server.http.context import Context
 from quire.server.http.errors import ApiError, bad_field
 from quire.server.http.events import Chunk, Chunks, EventStream, JsonAnswer, unless_gone
 from quire.server.http.sites import page_reads_only
-from quire.server.openai.blend_fields import blend_body
-from quire.server.openai.generation import Source, deltas, finished, reuse_body, usage_body, whole, with_progress
+from quire.server.openai.generation import Source, deltas, finished, of_shared, summed, usage_body, whole, with_progress
 from quire.server.openai.hint_fields import HintFields
 from quire.server.openai.protocol import GenerationBody, StreamOptions
 from quire.server.sessions.bodies import ContinueBody
@@ -141,9 +140,11 @@ class Reply(ABC):
         for."""
         found: dict[str, Any] = {}
         if ran := [self.outputs[number] for number in sorted(self.outputs)]:
-            found["reuse"] = reuse_body(ran, alone=self._alone)
+            reuses = [output.reuse if self._alone else of_shared(output.reuse) for output in ran]
+            found["reuse"] = summed([one.as_dict() for one in reuses], ("cached", "replayed"))
         if blends := [output.blend for output in outputs if output.blend is not None]:
-            found["blend"] = blend_body([replace(one, unplaced=self.unplaced) for one in blends])
+            reports = [replace(one, unplaced=self.unplaced).as_dict() for one in blends]
+            found["blend"] = summed(reports, ("blended", "recomputed", "exact"))
         if counts := [output.speculation for output in outputs if output.speculation is not None]:
             found["speculation"] = sum(counts[1:], counts[0]).as_dict()
         if hints := self.hints.answers(dict(zip(sorted(self.outputs), outputs, strict=True))):

@@ -83,11 +83,7 @@ class AllowedTools(Body):
 
 
 class PlainText(Body):
-    type: Literal["text"]
-
-
-class JsonObjectText(Body):
-    type: Literal["json_object"]
+    type: Literal["text", "json_object"]
 
 
 class JsonSchemaText(Body):
@@ -99,12 +95,12 @@ class JsonSchemaText(Body):
     """The schema is enforced in either case."""
 
 
-FORMATS: Mapping[str, type[Body]] = {"text": PlainText, "json_object": JsonObjectText, "json_schema": JsonSchemaText}
+FORMATS: Mapping[str, type[Body]] = {"text": PlainText, "json_object": PlainText, "json_schema": JsonSchemaText}
 CHOICES: Mapping[str, type[Body]] = {"function": FunctionChoice, "allowed_tools": AllowedTools}
 
 
 class TextOptions(Body):
-    format: Annotated[Any, ShownAs(PlainText | JsonObjectText | JsonSchemaText | None)] = None
+    format: Annotated[Any, ShownAs(PlainText | JsonSchemaText | None)] = None
     verbosity: Literal["low", "medium", "high"] | None = None
     """Accepted and not used."""
 
