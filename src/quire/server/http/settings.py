@@ -7,7 +7,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 
@@ -189,41 +189,21 @@ class ServerSettings:
                 f"secret_file {self.secret_file!r} has {len(self.secret)} bytes; at least {LEAST_SECRET} are needed",
                 field="secret_file",
             )
-        for limit in (
-            "max_body_bytes",
-            "max_upload_bytes",
-            "max_stored_bytes",
-            "max_stored_bytes_per_key",
-            "max_response_bytes",
-            "max_chat_bytes",
-        ):
-            if self._is_given(limit):
-                size = parse_bytes(getattr(self, limit), name=limit)
-                check_int(limit, size, 1)
-                object.__setattr__(self, limit, size)  # a number from here on
-        for count in (
-            "max_waiting",
-            "max_sessions",
-            "max_sessions_per_key",
-            "max_rerun_tokens",
-            "max_responses",
-            "max_chats",
-            "max_adapters_per_key",
-        ):
-            if self._is_given(count):
-                check_int(count, getattr(self, count), 1)
-        for share in ("max_pinned_share", "max_pinned_share_per_key"):
-            if self._is_given(share):
-                check_real(share, getattr(self, share), above=0, up_to=1)
-        require_bool("share_prefix_cache", self.share_prefix_cache)
-        require_bool("rerun_reasoning", self.rerun_reasoning)
-        require_bool("allow_edits", self.allow_edits)
+        for limit in [one.name for one in fields(self) if one.name.startswith("max_")]:
+            value = getattr(self, limit)
+            if value is None and limit.endswith("_per_key"):
+                continue
+            if "_share" in limit:
+                check_real(limit, value, above=0, up_to=1)
+                continue
+            if "_bytes" in limit:
+                value = parse_bytes(value, name=limit)
+                object.__setattr__(self, limit, value)  # a number from here on
+            check_int(limit, value, 1)
+        for switch in ("share_prefix_cache", "rerun_reasoning", "allow_edits"):
+            require_bool(switch, getattr(self, switch))
         for seconds in ("session_ttl", "pinned_ttl", "upload_seconds", "drain_seconds"):
             _check_seconds(seconds, getattr(self, seconds), positive=seconds != "drain_seconds")
-
-    def _is_given(self, name: str) -> bool:
-        """Return whether a limit is to be checked. Only those of one key may be None."""
-        return getattr(self, name) is not None or not name.endswith("_per_key")
 
     @property
     def model_names(self) -> tuple[str, ...]:

@@ -50,13 +50,9 @@ def by_number(context: Context, owner: str) -> dict[int, HeldSession]:
 async def hold(context: Context, owner: str, number: int, session: AsyncSession) -> str:
     """Make a new session that of a slot, in its ``room``, and return its id."""
     sessions = context.sessions
-    try:
-        lifetime = sessions.lifetime(None, pinned=session.pinned)
-        labels = {LABEL: str(number)}
-        (made,) = await sessions.hold(owner, [session], ttl=lifetime, name=f"slot {number}", labels=labels)
-    except BaseException:
-        await asyncio.shield(session.close())
-        raise
+    lifetime = sessions.lifetime(None, pinned=session.pinned)
+    labels = {LABEL: str(number)}
+    (made,) = await sessions.hold(owner, [session], ttl=lifetime, name=f"slot {number}", labels=labels)
     return made
 
 

@@ -398,14 +398,8 @@ async def fork(session_id: str, body: ForkBody, request: Request) -> Response:
             ttl = context.sessions.lifetime(held.ttl if body.ttl is None else body.ttl, pinned=session.pinned)
             with _errors_about("at"):
                 children = await session.fork(body.at, n=body.n)
-            try:
-                labels = session.labels if body.labels is None else labels
-                made = await context.sessions.hold(
-                    owner, children, parent=session_id, ttl=ttl, name=name, labels=labels
-                )
-            except BaseException:
-                await asyncio.shield(asyncio.gather(*(child.close() for child in children)))
-                raise
+            labels = session.labels if body.labels is None else labels
+            made = await context.sessions.hold(owner, children, parent=session_id, ttl=ttl, name=name, labels=labels)
             return JsonAnswer({"ids": made, "parent": session_id, "num_tokens": len(children[0])})
 
 
