@@ -12,9 +12,9 @@ from quire.base.sampling_params import SamplingParams
 from quire.server.anthropic.blocks import BlockTurns, Texts, Turns
 from quire.server.http.errors import bad_field
 from quire.server.http.foreign_fields import Table
-from quire.server.openai.protocol import Body, ChatRequest, ParamsBody, takes_sampling
+from quire.server.openai.protocol import Body, ChatRequest, ParamsBody, ShownAs, takes_sampling
 from quire.server.responses.body import CHATS_ONLY, showing
-from quire.server.responses.items import ShownAs, checked
+from quire.server.responses.items import checked
 
 _CHATS = "/v1/chat/completions has it"
 OTHER_NAMES = ("max_tokens", "max_completion_tokens", "stop", "top_logprobs", "prompt_logprobs", "n")

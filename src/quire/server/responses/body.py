@@ -11,14 +11,13 @@ from quire.base.sampling_fields import Surface, declarations_on
 from quire.base.sampling_params import SamplingParams
 from quire.server.http.errors import bad_field
 from quire.server.http.foreign_fields import Table
-from quire.server.openai.protocol import Body, ChatRequest, ParamsBody, takes_sampling
+from quire.server.openai.protocol import Body, ChatRequest, ParamsBody, ShownAs, takes_sampling
 from quire.server.responses.items import (
     FunctionCallItem,
     FunctionOutputItem,
     ItemReference,
     MessageItem,
     ReasoningItem,
-    ShownAs,
     checked,
 )
 

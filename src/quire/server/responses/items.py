@@ -9,8 +9,7 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, TypeVar
 
-from pydantic import GetJsonSchemaHandler, TypeAdapter, ValidationError
-from pydantic_core import CoreSchema
+from pydantic import ValidationError
 
 from quire.server.http.bodies import check_count
 from quire.server.http.errors import bad_field, validation_error
@@ -20,16 +19,6 @@ Item: TypeAlias = dict[str, Any]
 B = TypeVar("B", bound=Body)
 
 TEXT_ONLY = "this server takes text only"
-
-
-class ShownAs:
-    """The description of a field that ``checked`` reads, for ``/openapi.json``."""
-
-    def __init__(self, kind: Any) -> None:
-        self._adapter = TypeAdapter[Any](kind)
-
-    def __get_pydantic_json_schema__(self, _: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        return handler(self._adapter.core_schema)
 
 
 class InputText(Body):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field, WithJsonSchema
+from pydantic import ConfigDict, Field
 
 from quire.base.outputs import EditMode
 from quire.base.sampling_fields import Surface
@@ -18,6 +18,7 @@ from quire.server.openai.protocol import (
     Body,
     HintedBody,
     ParamsBody,
+    ShownAs,
     StreamOptions,
     Tool,
     refuse_fields,
@@ -29,10 +30,9 @@ Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 Messages = list[dict[str, Any]]
 Labels = dict[str, str]
 
-_IDS = {"type": "array", "items": {"type": "integer"}}
-_PAIR = {**_IDS, "minItems": 2, "maxItems": 2}
-Span = Annotated[str | list[int], WithJsonSchema({"anyOf": [{"type": "string"}, _PAIR]})]
-Prompt = Annotated[str | TokenIds, WithJsonSchema({"anyOf": [{"type": "string"}, _IDS]})]
+Pair = Annotated[list[int], Field(min_length=2, max_length=2)]
+Span = Annotated[str | list[int], ShownAs(str | Pair)]
+Prompt = str | TokenIds
 
 
 class StrictBody(Body):
