@@ -20,8 +20,7 @@ from quire.blend.calibration import BlendQuality
 from quire.blend.retriever import ChunkTask
 from quire.engine.blending import UNCALIBRATED
 from quire.server.http.settings import ServerSettings
-from quire.server.openai.blend_fields import EncodedPrompt
-from quire.server.openai.generation import encode, summed
+from quire.server.openai.generation import EncodedPrompt, encode, summed
 
 from .conftest import Served, pages_free, serving, wait_for
 from .test_prefix_salts import KEYS, headers

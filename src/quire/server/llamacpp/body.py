@@ -14,8 +14,7 @@ from quire.server.http.bodies import check_count
 from quire.server.http.context import Context
 from quire.server.http.errors import bad_field
 from quire.server.http.foreign_fields import Table
-from quire.server.openai.blend_fields import Part
-from quire.server.openai.generation import chat_defaults
+from quire.server.openai.generation import Part, chat_defaults
 from quire.server.openai.protocol import Body, CompletionRequest, KvHintAction, KvHints, refuse_fields
 from quire.text.tokenizer import Tokenizer
 

@@ -20,10 +20,9 @@ from quire.server.llamacpp import slots
 from quire.server.llamacpp.body import InfillBody, LlamaBody, SlotBody, completion_of, prompts_of
 from quire.server.llamacpp.replies import LlamaReply, settings_of
 from quire.server.ollama.models import capabilities, template_of
-from quire.server.openai.blend_fields import Part
 from quire.server.openai.chat import answer_chat, rendered_chat
 from quire.server.openai.completions import answer_completion, filling
-from quire.server.openai.generation import chat_defaults, in_texts
+from quire.server.openai.generation import Part, chat_defaults, in_texts
 from quire.server.openai.protocol import ChatRequest
 from quire.server.openai.replies import NOTHING, Reply, RunOptions, answer, answer_in_session
 

@@ -20,11 +20,12 @@ from quire.server.http.bodies import BodyRoute, off_loop
 from quire.server.http.context import Context, context_of
 from quire.server.http.errors import ApiError, bad_field, naming
 from quire.server.http.events import STREAMED
-from quire.server.openai.blend_fields import EncodedPrompt, blend_of
 from quire.server.openai.cache_marks import CacheMark, pin_all, pin_at, without_marks
 from quire.server.openai.conversations import Conversation, Messages, check_variables, request_variables
 from quire.server.openai.generation import (
+    EncodedPrompt,
     asked_by,
+    blend_of,
     chat_defaults,
     check_form,
     check_number,

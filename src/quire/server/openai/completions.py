@@ -18,12 +18,15 @@ from quire.server.http.bodies import BodyRoute, check_count, off_loop
 from quire.server.http.context import Context, context_of
 from quire.server.http.errors import bad_field, naming
 from quire.server.http.events import STREAMED
-from quire.server.openai.blend_fields import EncodedPrompt, Part, blend_of, contents
 from quire.server.openai.generation import (
+    EncodedPrompt,
     Named,
+    Part,
     asked_by,
+    blend_of,
     check_number,
     check_prompts,
+    contents,
     encode,
     ending,
     in_texts,

@@ -25,10 +25,9 @@ from quire.server.http.bodies import BodyRoute, off_loop
 from quire.server.http.context import Context, context_of
 from quire.server.http.errors import ApiError, bad_field, naming
 from quire.server.http.events import STREAMED, EventStream, JsonAnswer, long_answer, unless_gone
-from quire.server.openai.blend_fields import read_blend
 from quire.server.openai.cache_marks import pin_all, without_marks
 from quire.server.openai.conversations import check_variables
-from quire.server.openai.generation import added, chat_defaults, check_lists, encoded
+from quire.server.openai.generation import added, chat_defaults, check_lists, encoded, read_blend
 from quire.server.openai.hint_fields import for_prefetch, read_hints
 from quire.server.openai.logprobs import finite
 from quire.server.openai.replies import answer_in_session
