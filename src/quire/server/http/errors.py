@@ -205,6 +205,11 @@ def bad_field(param: str, message: str, *, code: str | None = None) -> ApiError:
     return ApiError(400, message, param=param, code=code)
 
 
+def unsupported(param: str, reason: str) -> ApiError:
+    """Return the answer to a body with a field that would be ignored otherwise."""
+    return bad_field(param, f"{param} is not supported: {reason}", code="unsupported_parameter")
+
+
 def busy(status: int, message: str, code: str, seconds: int = RETRY_AFTER, **headers: str) -> ApiError:
     """Return the answer to a request that is refused for momentary load. ``seconds``: when to try
     again."""

@@ -140,7 +140,7 @@ async def metrics(request: Request) -> Response:
 @router.get("/v1/models", tags=["models"])
 async def models(request: Request) -> ModelList:
     """List the model and its adapters."""
-    return ModelList(data=await model_cards(request.app.state.context))
+    return ModelList(data=await model_cards(context_of(request)))
 
 
 @router.get("/v1/models/{model:path}", tags=["models"])

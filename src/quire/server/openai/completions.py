@@ -16,7 +16,7 @@ from quire.base.segments import Segment
 from quire.engine.prompts import Text
 from quire.server.http.bodies import BodyRoute, check_count, off_loop
 from quire.server.http.context import Context, context_of
-from quire.server.http.errors import bad_field, naming
+from quire.server.http.errors import bad_field, naming, unsupported
 from quire.server.http.events import STREAMED
 from quire.server.openai.generation import (
     EncodedPrompt,
@@ -208,12 +208,10 @@ def filling(
     tokenizer = context.llm.tokenizer
     tokens = FillTokens.of(tokenizer)
     if tokens is None or tokenizer is None:
-        raise bad_field(
-            field,
-            f"{field} is not supported: this model has no tokens for filling in the middle, such as <|fim_prefix|>; "
-            "load a code model that has",
-            code="unsupported_parameter",
+        reason = (
+            "this model has no tokens for filling in the middle, such as <|fim_prefix|>; load a code model that has"
         )
+        raise unsupported(field, reason)
     if not isinstance(before, str):
         raise bad_field("prompt", f"prompt must be one text beside {field}, got {before!r:.60}")
     for name in ("session_id", "echo", "blend"):

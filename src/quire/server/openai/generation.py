@@ -49,9 +49,8 @@ MAX_DIGITS = 20
 T = TypeVar("T")
 Part: TypeAlias = Segment | Text
 """A piece of a prompt: text or token ids, perhaps as a segment."""
-
 BLEND_NAMES = {one.name: f"blend.{one.name}" for one in fields(BlendParams)}
-"""The body's names of parameters."""
+"""The body's names of the parameters of blending."""
 Named: TypeAlias = AbstractContextManager[None]
 """A context of ``errors.naming``."""
 

@@ -18,7 +18,7 @@ from quire.base.sampling_fields import Surface, declarations_on
 from quire.base.sampling_params import SamplingParams
 from quire.base.segments import BlendParams
 from quire.server.http.bodies import BoundedModel
-from quire.server.http.errors import bad_field
+from quire.server.http.errors import bad_field, unsupported
 from quire.server.http.foreign_fields import Table, asks_nothing, refused_in, rename
 
 
@@ -323,8 +323,4 @@ def refuse_unsupported(body: GenerationBody) -> None:
         if not body.stream:
             raise bad_field("stream_options", "stream_options is for requests with stream=true")
         if (options.model_extra or {}).get("include_obfuscation"):
-            raise bad_field(
-                "stream_options.include_obfuscation",
-                "stream_options.include_obfuscation is not supported: leave it out",
-                code="unsupported_parameter",
-            )
+            raise unsupported("stream_options.include_obfuscation", "leave it out")
