@@ -10,11 +10,10 @@ from pydantic import ConfigDict, Field
 from quire.base.sampling_fields import Surface, declarations_on
 from quire.base.sampling_params import SamplingParams
 from quire.server.anthropic.blocks import BlockTurns, Texts, Turns
-from quire.server.http.errors import bad_field
 from quire.server.http.foreign_fields import Table
 from quire.server.openai.protocol import Body, ChatRequest, ParamsBody, ShownAs, takes_sampling
 from quire.server.responses.body import CHATS_ONLY, showing
-from quire.server.responses.items import checked
+from quire.server.responses.items import checked, checked_list
 
 _CHATS = "/v1/chat/completions has it"
 OTHER_NAMES = ("max_tokens", "max_completion_tokens", "stop", "top_logprobs", "prompt_logprobs", "n")
@@ -174,7 +173,8 @@ PASSED = (
 def chat_of(body: CountedMessages, turns: BlockTurns) -> ChatRequest:
     """Return the chat request that answers a body, whose turns are read. Raise ``ApiError`` 400 for
     fields that are not taken."""
-    tools = [_function(tool) for tool in _tools_of(body)]
+    advice = "this server has no tools of its own; the client runs them"
+    tools = checked_list(body.tools, "tools", {"custom": CustomTool}, advice, default="custom")
     more: dict[str, Any] = {}
     if isinstance(body, MessagesRequest):
         more = {"max_tokens": body.max_tokens, "stop": body.stop_sequences or None, "stream": body.stream}
@@ -192,7 +192,7 @@ def chat_of(body: CountedMessages, turns: BlockTurns) -> ChatRequest:
             **_choice(body.tool_choice),
             **more,
             "messages": turns.messages,
-            "tools": tools or None,
+            "tools": [_function(tool) for tool in tools] or None,
         }
     )
 
@@ -202,15 +202,6 @@ def _thinks(body: CountedMessages) -> bool | None:
         return None
     kind = checked(body.thinking, "thinking", THINKING, "one of them").type  # type: ignore[attr-defined]
     return None if kind == "adaptive" else bool(kind == "enabled")
-
-
-def _tools_of(body: CountedMessages) -> list[CustomTool]:
-    given = body.tools
-    if given is not None and not isinstance(given, list):
-        raise bad_field("tools", f"tools must be a list, got {given!r:.60}", code="invalid_argument")
-    kinds = {"custom": CustomTool}
-    advice = "this server has no tools of its own; the client runs them"
-    return [checked(one, f"tools.{number}", kinds, advice, default="custom") for number, one in enumerate(given or ())]
 
 
 def _function(tool: CustomTool) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from quire.server.responses.items import (
     MessageItem,
     ReasoningItem,
     checked,
+    checked_list,
 )
 
 _CHATS = "/v1/chat/completions has it"
@@ -192,12 +193,8 @@ PASSED = (
 
 def tools_of(body: ResponseRequest) -> list[FunctionTool]:
     """Return the tools of a body. Raise ``ApiError`` 400 for those that are no functions."""
-    given = body.tools
-    if given is not None and not isinstance(given, list):
-        raise bad_field("tools", f"tools must be a list, got {given!r:.60}", code="invalid_argument")
-    kinds = {"function": FunctionTool}
     advice = "this server has no tools of its own; the client runs functions"
-    return [checked(one, f"tools.{number}", kinds, advice) for number, one in enumerate(given or ())]
+    return checked_list(body.tools, "tools", {"function": FunctionTool}, advice)
 
 
 def _chosen(body: ResponseRequest, tools: list[FunctionTool]) -> tuple[list[FunctionTool], Any]:

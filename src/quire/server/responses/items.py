@@ -112,6 +112,15 @@ def checked(given: Any, path: str, kinds: Mapping[str, type[B]], advice: str, *,
         raise validation_error(whole) from None
 
 
+def checked_list(
+    given: Any, path: str, kinds: Mapping[str, type[B]], advice: str, *, default: str | None = None
+) -> list[B]:
+    """Return the objects of a list, which may be missing, each as ``checked`` returns it."""
+    if given is not None and not isinstance(given, list):
+        raise bad_field(path, f"{path} must be a list, got {given!r:.60}", code="invalid_argument")
+    return [checked(one, f"{path}.{number}", kinds, advice, default=default) for number, one in enumerate(given or ())]
+
+
 def new_id(kind: str) -> str:
     """Return a new id of an item, which cannot be guessed."""
     return f"{_PREFIXES[kind]}_{secrets.token_hex(16)}"
