@@ -116,13 +116,6 @@ MUTANTS = (
         tests=("server/test_client_fields.py::test_what_only_values_can_tell_is_declared",),
     ),
     Mutant(
-        name="counted-without-ranges",
-        file="server/openai/chat.py",
-        old="    tools = ToolChoice.of(body, listed)\n    _params(context, body, tools)\n",
-        new="    tools = ToolChoice.of(body, listed)\n",
-        tests=("server/test_anthropic_messages.py::test_tokens_are_counted",),
-    ),
-    Mutant(
         name="nothing-to-draw-is-nobodys-fault",
         file="sampling/logit_edits.py",
         old='    return InvalidArgument("there is no token to draw',
@@ -195,15 +188,15 @@ MUTANTS = (
     Mutant(
         name="a-slot-keeps-what-the-prompt-does-not-have",
         file="server/llamacpp/slots.py",
-        old="            await session.rewind(to=kept)\n",
-        new="            pass\n",
+        old="        await session.rewind(to=kept)\n",
+        new="        pass\n",
         tests=("server/test_llamacpp.py::test_a_slot_goes_on_where_prompts_agree",),
     ),
     Mutant(
         name="requests-for-a-slot-do-not-wait",
         file="server/llamacpp/slots.py",
-        old="            await self._lock.acquire()\n            self._locked = True\n",
-        new="",
+        old="    await lock.acquire()\n",
+        new="    lock = asyncio.Lock()\n    await lock.acquire()\n",
         tests=("server/test_llamacpp.py::test_requests_for_one_slot_wait_for_each_other",),
     ),
     Mutant(

@@ -29,7 +29,7 @@ MUTANTS = (
     Mutant(
         name="a-lane-that-loses-its-thread",
         file="server/http/text_threads.py",
-        old="                if turn.done() and not turn.cancelled():\n                    self._leave()\n",
+        old="                self._places.release()\n",
         new="                pass\n",
         tests=("server/test_texts.py::test_who_has_gone_is_not_worked_for",),
     ),
@@ -78,7 +78,7 @@ MUTANTS = (
     Mutant(
         name="bodies-that-nobody-counts",
         file="server/http/gate.py",
-        old="        self._arrivals.portions.take(self._owner, count)\n",
+        old="        self._portions.take(self._owner, count)\n",
         new="        pass\n",
         tests=("server/test_framing.py::test_bytes_are_counted_until_they_are_done_with",),
     ),

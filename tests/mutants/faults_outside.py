@@ -8,8 +8,8 @@ MUTANTS = (
     Mutant(
         name="streams-of-the-server-without-their-salt",
         file="server/openai/replies.py",
-        old="llm.stream(prompt, params, adapter=adapter, cache_salt=cache_salt, hints=hints, blend=blend)",
-        new="llm.stream(prompt, params, adapter=adapter, hints=hints, blend=blend)",
+        old='        "cache_salt": options.cache_salt,\n',
+        new='        "cache_salt": None if reply.stream else options.cache_salt,\n',
         tests=("server/test_completions.py::test_cached_tokens",),
     ),
     Mutant(

@@ -32,8 +32,8 @@ MUTANTS = (
     Mutant(
         name="responses-kept-that-were-not-written",
         file="server/responses/store.py",
-        old="            except NotDurable:\n                self._forget(name)\n",
-        new="            except NotDurable:\n",
+        old="        except NotDurable:\n            self._forget(name)\n",
+        new="        except NotDurable:\n",
         tests=(f"{RESPONSES}::test_responses_outlive_the_server",),
     ),
     Mutant(

@@ -36,14 +36,14 @@ MUTANTS = (
     ),
     Mutant(
         name="segments-of-a-body-are-tokenised-together",
-        file="server/openai/blend_fields.py",
+        file="server/openai/generation.py",
         old="return cls(whole, pieces if any(isinstance(part, Segment) for part in parts) else whole)",
         new="return cls(whole, whole)",
         tests=(SERVER + "test_pieces_are_tokenised_by_themselves",),
     ),
     Mutant(
         name="every-part-begins-a-prompt",
-        file="server/openai/blend_fields.py",
+        file="server/openai/generation.py",
         old="encoded(content, not number)",
         new="encoded(content, True)",
         tests=(SERVER + "test_pieces_are_tokenised_by_themselves",),
@@ -58,8 +58,8 @@ MUTANTS = (
     Mutant(
         name="pins-count-tokens-of-a-prompt-that-is-not-cut",
         file="server/openai/chat.py",
-        old="first_of(parts, count))",
-        new="[text[:count]] if count < len(text) else parts)",
+        old="first_of(parts, count), chat",
+        new="[text[:count]] if count < len(text) else parts, chat",
         tests=(SERVER + "test_marks_of_both_kinds",),
     ),
     Mutant(

@@ -20,7 +20,7 @@ from quire.blend.calibration import BlendQuality
 from quire.blend.retriever import ChunkTask
 from quire.engine.blending import UNCALIBRATED
 from quire.server.http.settings import ServerSettings
-from quire.server.openai.blend_fields import EncodedPrompt, blend_body
+from quire.server.openai.generation import EncodedPrompt, encode, summed
 
 from .conftest import Served, pages_free, serving, wait_for
 from .test_prefix_salts import KEYS, headers
@@ -522,16 +522,26 @@ class Letters:
 def test_pieces_are_tokenised_by_themselves() -> None:
     """Only the first begins a prompt."""
     letters: Any = Letters()
-    found = EncodedPrompt.of(letters, ["ab", Segment("c"), [7, 8], Segment([9]), ""])
+
+    def encoded(part: Any, first: bool) -> NDArray[np.int64]:
+        return encode(letters, part, inside=not first)
+
+    found = EncodedPrompt.of(["ab", Segment("c"), [7, 8], Segment([9]), ""], encoded)
     start = [1]
     assert found.ids.tolist() == [*start, 97, 98, 99, 7, 8, 9]
     assert [isinstance(one, Segment) for one in found.given] == [False, True, False, True, False]
     pieces = [list(one.content if isinstance(one, Segment) else one) for one in found.given]
     assert pieces == [[*start, 97, 98], [99], [7, 8], [9], []]
     # Without segments it is one prompt, and no list of several.
-    assert EncodedPrompt.of(letters, ["ab", [7]]).given.tolist() == [*start, 97, 98, 7]
-    assert EncodedPrompt.rendered(letters, ["a", Segment("b")]).ids.tolist() == [2, 97, 98]
+    assert EncodedPrompt.of(["ab", [7]], encoded).given.tolist() == [*start, 97, 98, 7]
+    assert EncodedPrompt.of(["a", Segment("b")], letters.encode_part).ids.tolist() == [2, 97, 98]
 
 
 def test_sums_of_nothing() -> None:
-    assert blend_body([]) == {"blended": 0, "recomputed": 0, "exact": 0, "by_tier": {}, "prompts": []}
+    assert summed([], ("blended", "recomputed", "exact")) == {
+        "blended": 0,
+        "recomputed": 0,
+        "exact": 0,
+        "by_tier": {},
+        "prompts": [],
+    }

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from contextlib import closing
 
 import pytest
 from starlette.types import Message, Receive, Scope, Send
@@ -14,7 +15,7 @@ from starlette.types import Message, Receive, Scope, Send
 from quire import AsyncLLM
 from quire.server.http import gate
 from quire.server.http.errors import ApiError
-from quire.server.http.gate import Arrivals
+from quire.server.http.gate import Arrival, KeyPortions
 from quire.server.http.settings import ServerSettings
 
 from .conftest import STATE_FILE, Served, serving, wait_for
@@ -99,31 +100,35 @@ def test_bodies_may_have_any_lines(served: Served) -> None:
 
 
 def test_bytes_are_counted_until_they_are_done_with() -> None:
-    arrivals = Arrivals(100, 60, {"a": 1.0, "b": 1.0})
-    with arrivals.of("a") as first, arrivals.of("b") as second:
+    portions = KeyPortions(100, {"a": 1.0, "b": 1.0})
+
+    def of(owner: str, portions: KeyPortions = portions) -> closing[Arrival]:
+        return closing(Arrival(portions, 60, owner))
+
+    with of("a") as first, of("b") as second:
         first.add(50)
-        with arrivals.of("a") as more:
+        with of("a") as more:
             more.add(10)
             with pytest.raises(ApiError, match="this key has 60 bytes of bodies under way, and may have 60") as caught:
                 more.add(1)
         assert (caught.value.status, caught.value.headers["Retry-After"]) == (429, "1")
         second.add(50)
-        with arrivals.of("c") as third, pytest.raises(ApiError, match="this server has 100 bytes") as caught:
+        with of("c") as third, pytest.raises(ApiError, match="this server has 100 bytes") as caught:
             third.add(1)
         assert caught.value.status == 429
-    assert not arrivals.portions.used
-    with arrivals.of("a") as again:
+    assert not portions.used
+    with of("a") as again:
         again.add(60)
         with pytest.raises(ApiError, match="this key may have 60 bytes of bodies at a time") as caught:
             again.add(1)
         assert caught.value.status == 413
-    with arrivals.of("a") as first, arrivals.of("b") as second:
+    with of("a") as first, of("b") as second:
         first.add(60)
         second.add(25)  # is kept for it
         second.add(15)
         with pytest.raises(ApiError, match="this server has 100 bytes"):
             second.add(1)
-    with Arrivals(100, 60).of("") as nobody:
+    with of("", KeyPortions(100, {"": 1.0})) as nobody:
         nobody.add(100)  # without keys there is one limit
         with pytest.raises(ApiError, match="this server may have 100"):
             nobody.expect(1)
@@ -183,7 +188,7 @@ def test_bodies_in_memory_have_a_limit_too() -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        assert not middleware._bodies.portions.used
+        assert not middleware._bodies.used
 
     asyncio.run(run())
 

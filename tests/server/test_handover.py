@@ -28,7 +28,7 @@ from quire.server.handover import decode, prefill
 from quire.server.handover.decode import DecodeSide
 from quire.server.handover.prefill import PrefillSide
 from quire.server.handover.prompts import AskedPrompt
-from quire.server.handover.sides import side_of
+from quire.server.http.serving import side_of
 from quire.server.http.settings import ServerSettings
 
 SECRET = Trust(b"sixteen bytes or more")

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from quire import AsyncLLM
+from quire.base.errors import PoolExhausted
 from quire.server.http.settings import ServerSettings
 
 from .conftest import Served, serving, wait_for
@@ -67,6 +68,27 @@ def test_durations_are_of_the_prompt_and_of_the_text(client: httpx.Client) -> No
         for found in (answer(client, path, **asked), lines(client, path, **asked)[-1]):
             assert found["total_duration"] >= found["prompt_eval_duration"] + found["eval_duration"] - 2
             assert min(found["prompt_eval_duration"], found["eval_duration"]) > 0
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [("chat", {"messages": [{"role": "user", "content": "x = 1"}]}), ("generate", {"prompt": "x", "raw": True})],
+)
+def test_a_stream_that_breaks_ends_with_ollamas_error(
+    client: httpx.Client, chat_llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch, path: str, asked: dict[str, Any]
+) -> None:
+    engine = chat_llm.engine
+    execute = engine.runner.execute
+
+    def broken(step: Any) -> Any:
+        if step.chunks and any(one.output.text for samples in engine.requests.by_id.values() for one in samples):
+            raise PoolExhausted("no room")
+        return execute(step)
+
+    monkeypatch.setattr(engine.runner, "execute", broken)
+    *before, last = lines(client, path, **asked)
+    assert [one["done"] for one in before] == [False] * len(before)
+    assert last == {"error": "no room"}
 
 
 def test_a_prompt_is_a_chat_of_one_message(client: httpx.Client) -> None:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from quire.base.errors import FailedPrecondition
 from quire.server.tools.reasoning import ReasoningFormat, StreamingReasoning, reasoning_for
 
-THINK = ReasoningFormat(name="think", opener="<think>", closer="</think>")
-BRACKETS = ReasoningFormat(name="mistral", opener="[THINK]", closer="[/THINK]")
+THINK = ReasoningFormat(opener="<think>", closer="</think>")
+BRACKETS = ReasoningFormat(opener="[THINK]", closer="[/THINK]")
 FRAGMENTS = (
     "<think>",
     "</think>",
@@ -113,18 +113,18 @@ MAGISTRAL = "{{ '[THINK]' + block['thinking'] + '[/THINK]' }}"
 
 
 @pytest.mark.parametrize(
-    ("template", "name", "opened"),
+    ("template", "opener", "opened"),
     [
-        (QWEN3, "think", False),
-        (R1, "think", True),
-        (MAGISTRAL, "mistral", False),
-        (COMMAND_A, "cohere", False),
+        (QWEN3, "<think>", False),
+        (R1, "<think>", True),
+        (MAGISTRAL, "[THINK]", False),
+        (COMMAND_A, "<|START_THINKING|>", False),
         ("{{ messages }}", None, False),
     ],
 )
-def test_the_template_tells(template: str, name: str | None, opened: bool) -> None:
+def test_the_template_tells(template: str, opener: str | None, opened: bool) -> None:
     format = reasoning_for(template)
-    assert (format and format.name) == name
+    assert (format and format.opener) == opener
     if format is not None:
         assert format.opened is opened
         assert parsed(format, f"a{format.closer}b")[0] == ("a" if opened else None)

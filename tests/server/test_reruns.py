@@ -44,7 +44,7 @@ def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncLLM]:
 @pytest.fixture(autouse=True)
 def a_line_is_reasoning(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model, which writes Python, thinks up to the end of its first line."""
-    monkeypatch.setattr(reasoning, "_MARKERS", (("think", "<think>", "\n"),))
+    monkeypatch.setattr(reasoning, "_MARKERS", (("<think>", "\n"),))
 
 
 @pytest.fixture

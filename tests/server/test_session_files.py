@@ -182,10 +182,9 @@ def test_a_reader_that_goes_away(folder: Path) -> None:
             return {"type": "http.disconnect"}
 
         place = TemporaryFile(StoredBytes(ServerSettings()), "")
-        path = await place.__aenter__()
-        path.write_bytes(bytes(3 << 20))
+        place.path.write_bytes(bytes(3 << 20))
         assert left(folder)
-        response = StateFileResponse(place, path, name="name")
+        response = StateFileResponse(place, name="name")
         await asyncio.wait_for(response({"type": "http"}, receive, send), 10)
         assert len(sent) == 2
         assert len(sent[1]["body"]) == 1 << 20

@@ -23,7 +23,7 @@ from .test_attacks import connected, head
 PROMPT = "def fib(n):"
 
 
-def test_the_smallest_first() -> None:
+def test_one_after_the_other() -> None:
     async def run() -> None:
         lane, gate, order = Lane(1, "test"), threading.Event(), list[int]()
 
@@ -33,13 +33,13 @@ def test_the_smallest_first() -> None:
 
         tasks = []
         for size in (9, 8, 5, 7, 6):
-            tasks.append(asyncio.create_task(lane.run(size, lambda size=size: note(size))))  # type: ignore[misc]
+            tasks.append(asyncio.create_task(lane.run(lambda size=size: note(size))))  # type: ignore[misc]
             await asyncio.sleep(0)
         tasks[3].cancel()
         gate.set()
         await asyncio.gather(*tasks, return_exceptions=True)
-        assert order == [9, 5, 6, 8]
-        assert await lane.run(1, lambda: "free") == "free"
+        assert order == [9, 8, 5, 6]
+        assert await lane.run(lambda: "free") == "free"
         lane.close()
 
     asyncio.run(run())
@@ -53,16 +53,16 @@ def test_a_call_that_waits_for_a_slow_template_steps_aside() -> None:
             long_texts.step_aside()
             return gate.wait(60)
 
-        first = asyncio.create_task(lane.run(1, wait))
+        first = asyncio.create_task(lane.run(wait))
         await asyncio.sleep(0)
-        assert await lane.run(2, lambda: "beside") == "beside"
+        assert await lane.run(lambda: "beside") == "beside"
         assert not first.done()
         gate.set()
         assert await first
         # It had one place to give, and one call at a time has it again.
         gate.clear()
-        second = asyncio.create_task(lane.run(1, gate.wait))
-        third = asyncio.create_task(lane.run(1, lambda: "after"))
+        second = asyncio.create_task(lane.run(gate.wait))
+        third = asyncio.create_task(lane.run(lambda: "after"))
         await asyncio.sleep(0.05)
         assert not third.done()
         gate.set()
@@ -87,28 +87,28 @@ def test_who_has_gone_is_not_worked_for() -> None:
                 ends.append("ended")
                 raise
 
-        task = asyncio.create_task(lane.run(1, work))
+        task = asyncio.create_task(lane.run(work))
         await asyncio.to_thread(began.wait, 60)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert await lane.run(1, lambda: list(ends)) == ["ended"]
+        assert await lane.run(lambda: list(ends)) == ["ended"]
         # Told to go in the moment in which it is its turn, it passes that on.
-        first = asyncio.create_task(lane.run(1, lambda: None))
+        first = asyncio.create_task(lane.run(lambda: None))
         await asyncio.sleep(0)
-        second = asyncio.create_task(lane.run(1, lambda: None))
+        second = asyncio.create_task(lane.run(lambda: None))
         await asyncio.sleep(0)
-        leave = lane._leave
+        release = lane._places.release
 
-        def leaving() -> None:
-            leave()
+        def releasing() -> None:
+            release()
             second.cancel()
 
-        lane._leave = leaving  # type: ignore[method-assign]
+        lane._places.release = releasing  # type: ignore[method-assign]
         await asyncio.gather(first, second, return_exceptions=True)
         assert second.cancelled()
-        lane._leave = leave  # type: ignore[method-assign]
-        assert await lane.run(1, lambda: "free") == "free"
+        lane._places.release = release  # type: ignore[method-assign]
+        assert await lane.run(lambda: "free") == "free"
         lane.close()
 
     asyncio.run(run())
@@ -175,7 +175,7 @@ def test_prompts_whose_clients_have_gone(served: Served, client: httpx.Client, s
             connection.close()
         wait_for(lambda: served.context.gate.under_way == 0)
         # Whoever had begun has ended, and the thread is free.
-        wait_for(lambda: served.context.texts._long._free == 1)
+        wait_for(lambda: not served.context.texts._long._places.locked())
     client.delete(f"/v1/sessions/{session}")
 
 

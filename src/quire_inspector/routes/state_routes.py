@@ -15,7 +15,7 @@ from starlette.responses import Response
 from quire.base.errors import InvalidArgument, NotFound
 from quire.contracts.views import TextView, TiersView
 from quire.engine.timeline import Timeline
-from quire.server.http.events import STREAMED, EventStream
+from quire.server.http.events import STREAMED, NamedEventStream
 from quire_inspector.routes.state_answers import context_of, count_answer, own_answer, shared_answer, viewer_of
 from quire_inspector.routes.state_events import events_of
 from quire_inspector.views.state_views import ReadState, StateViews
@@ -120,7 +120,7 @@ async def tiers(request: Request) -> Response:
 @router.get("/events", responses=STREAMED)
 async def events(request: Request) -> Response:
     """Tell, as server-sent events, when there is something new to be read."""
-    return EventStream(events_of(context_of(request)).follow(), (), named=True)
+    return NamedEventStream(events_of(context_of(request)).follow(), ())
 
 
 @router.get("/timeline")

@@ -9,8 +9,8 @@ from pydantic import Field
 
 from quire.server.http.bodies import check_count
 from quire.server.http.errors import bad_field
-from quire.server.openai.protocol import Body
-from quire.server.responses.items import TEXT_ONLY, ShownAs, checked
+from quire.server.openai.protocol import Body, ShownAs
+from quire.server.responses.items import TEXT_ONLY, checked
 
 
 class TextBlock(Body):

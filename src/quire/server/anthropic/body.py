@@ -10,16 +10,16 @@ from pydantic import ConfigDict, Field
 from quire.base.sampling_fields import Surface, declarations_on
 from quire.base.sampling_params import SamplingParams
 from quire.server.anthropic.blocks import BlockTurns, Texts, Turns
-from quire.server.http.errors import bad_field
-from quire.server.openai.protocol import Body, ChatRequest, ParamsBody, takes_sampling
-from quire.server.responses.body import CHATS_ONLY, Refused, showing
-from quire.server.responses.items import ShownAs, checked
+from quire.server.http.foreign_fields import Table
+from quire.server.openai.protocol import Body, ChatRequest, ParamsBody, ShownAs, takes_sampling
+from quire.server.responses.body import CHATS_ONLY, showing
+from quire.server.responses.items import checked, checked_list
 
 _CHATS = "/v1/chat/completions has it"
 OTHER_NAMES = ("max_tokens", "max_completion_tokens", "stop", "top_logprobs", "prompt_logprobs", "n")
 """Sampling fields of chats that Anthropic calls differently, requires, or does not have."""
 
-REFUSED: Refused = {
+REFUSED: Table = {
     "container": ((), "this server runs no code"),
     "mcp_servers": (([],), "this server has no tools of its own; the client runs them"),
     "context_management": (({"edits": []},), "nothing is cleared or compacted; send fewer messages"),
@@ -60,15 +60,10 @@ class CustomTool(Body):
     allowed_callers: list[Literal["direct"]] | None = None
 
 
-class AutoChoice(Body):
-    type: Literal["auto"]
+class AnyChoice(Body):
+    type: Literal["auto", "any"]
     disable_parallel_tool_use: bool | None = None
     """At most one call."""
-
-
-class AnyChoice(Body):
-    type: Literal["any"]
-    disable_parallel_tool_use: bool | None = None
 
 
 class OneChoice(Body):
@@ -115,7 +110,7 @@ class RequestMetadata(Body):
     user_id: str | None = None
 
 
-CHOICES: Mapping[str, type[Body]] = {"auto": AutoChoice, "any": AnyChoice, "tool": OneChoice, "none": NoChoice}
+CHOICES: Mapping[str, type[Body]] = {"auto": AnyChoice, "any": AnyChoice, "tool": OneChoice, "none": NoChoice}
 THINKING: Mapping[str, type[Body]] = {
     "enabled": ThinkingEnabled,
     "adaptive": ThinkingAdaptive,
@@ -143,7 +138,7 @@ class CountedMessages(ParamsBody):
     system: Texts = None
     """A text, or blocks of texts."""
     tools: Annotated[Any, ShownAs(list[CustomTool] | None)] = None
-    tool_choice: Annotated[Any, ShownAs(AutoChoice | AnyChoice | OneChoice | NoChoice | None)] = None
+    tool_choice: Annotated[Any, ShownAs(AnyChoice | OneChoice | NoChoice | None)] = None
     thinking: Annotated[Any, ShownAs(ThinkingEnabled | ThinkingAdaptive | ThinkingDisabled | None)] = None
     """Whether the model thinks first, where the template has a variable ``enable_thinking``."""
     output_config: OutputConfig | None = None
@@ -178,7 +173,8 @@ PASSED = (
 def chat_of(body: CountedMessages, turns: BlockTurns) -> ChatRequest:
     """Return the chat request that answers a body, whose turns are read. Raise ``ApiError`` 400 for
     fields that are not taken."""
-    tools = [_function(tool) for tool in _tools_of(body)]
+    advice = "this server has no tools of its own; the client runs them"
+    tools = checked_list(body.tools, "tools", {"custom": CustomTool}, advice, default="custom")
     more: dict[str, Any] = {}
     if isinstance(body, MessagesRequest):
         more = {"max_tokens": body.max_tokens, "stop": body.stop_sequences or None, "stream": body.stream}
@@ -196,7 +192,7 @@ def chat_of(body: CountedMessages, turns: BlockTurns) -> ChatRequest:
             **_choice(body.tool_choice),
             **more,
             "messages": turns.messages,
-            "tools": tools or None,
+            "tools": [_function(tool) for tool in tools] or None,
         }
     )
 
@@ -206,15 +202,6 @@ def _thinks(body: CountedMessages) -> bool | None:
         return None
     kind = checked(body.thinking, "thinking", THINKING, "one of them").type  # type: ignore[attr-defined]
     return None if kind == "adaptive" else bool(kind == "enabled")
-
-
-def _tools_of(body: CountedMessages) -> list[CustomTool]:
-    given = body.tools
-    if given is not None and not isinstance(given, list):
-        raise bad_field("tools", f"tools must be a list, got {given!r:.60}", code="invalid_argument")
-    kinds = {"custom": CustomTool}
-    advice = "this server has no tools of its own; the client runs them"
-    return [checked(one, f"tools.{number}", kinds, advice, default="custom") for number, one in enumerate(given or ())]
 
 
 def _function(tool: CustomTool) -> dict[str, Any]:

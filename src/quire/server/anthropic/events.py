@@ -8,12 +8,11 @@ from contextlib import aclosing
 from typing import Any
 
 from pydantic_core import from_json
-from starlette.requests import Request
 
 from quire.base.outputs import RequestOutput
 from quire.server.anthropic.blocks import BlockTurns
-from quire.server.http.errors import anthropic_body
-from quire.server.http.events import Chunk, Chunks, noted
+from quire.server.http.errors import ApiError, anthropic_body
+from quire.server.http.events import Chunk, Chunks, NamedEventStream
 from quire.server.openai.chat import ChatReply
 from quire.server.openai.generation import Source
 from quire.server.responses.events import OutputItems
@@ -34,12 +33,11 @@ _DELTAS = {
 class MessagesReply(ChatReply):
     """A message of blocks, or the events of one."""
 
-    named_events = True
+    stream_class = NamedEventStream
 
-    def __init__(self, turns: BlockTurns, request: Request, *rest: Any) -> None:
+    def __init__(self, turns: BlockTurns, *rest: Any) -> None:
         """``turns``: the chat that is answered. The rest: as in ``ChatReply``."""
-        super().__init__(request, *rest)
-        self._request_id = request.state.request_id
+        super().__init__(*rest)
         self._turns = turns
         self._output = OutputItems()
         self._id = f"msg_{secrets.token_hex(12)}"
@@ -60,39 +58,33 @@ class MessagesReply(ChatReply):
 
     async def chunks(self, sources: Sequence[Source]) -> Chunks:
         output, begun = self._output, False
-        more: dict[str, Any] = {}
         last: Mapping[str, Any] = {}
-        try:
-            async with aclosing(super().chunks(sources)) as stream:
-                async for chunk in stream:
-                    if not begun:
-                        begun = True
-                        yield {"type": "message_start", "message": {**self._message([]), "usage": self._usage({})}}
-                        yield {"type": "ping"}
-                    more = {"quire": chunk["quire"]} if "quire" in chunk else more
-                    for choice in chunk["choices"]:
-                        last = choice
-                        for event in output.feed(choice["delta"]):
-                            for said in _said(event):
-                                yield said
-            if output.items:
-                for event in output.end("completed"):
+        async with aclosing(self.choices(sources)) as stream:
+            async for last in stream:
+                if not begun:
+                    begun = True
+                    yield {"type": "message_start", "message": {**self._message([]), "usage": self._usage({})}}
+                    yield {"type": "ping"}
+                for event in output.feed(last["delta"]):
                     for said in _said(event):
                         yield said
-        except Exception as error:
-            if not begun:
-                raise
-            yield anthropic_body(noted(error, self._request_id))
-            return
+        if output.items:
+            for event in output.end("completed"):
+                for said in _said(event):
+                    yield said
+        more = self.report
         yield {"type": "message_delta", "delta": self._ended(last), "usage": self._usage(more), **more}
         yield {"type": "message_stop"}
+
+    def failed(self, error: ApiError) -> Chunk:
+        return anthropic_body(error)
 
     def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
         return {
             "id": self._id,
             "type": "message",
             "role": "assistant",
-            "model": self._head["model"],
+            "model": self.model,
             "content": content,
             "stop_reason": None,
             "stop_sequence": None,
@@ -114,7 +106,7 @@ class MessagesReply(ChatReply):
     def _usage(self, more: Mapping[str, Any]) -> dict[str, Any]:
         """Return the tokens. Each of the prompt is in one number: found, or computed and pinned, or
         only computed. ``more``: what was done with marks."""
-        counts = self.usage.tokens
+        counts = self.tokens
         hints = more.get("quire", {}).get("hints", ())
         pins = [hint["tokens"] for hint in hints if hint["hint"] == "pin" and hint["status"] == "done"]
         created = max(counts["cached"], *pins) - counts["cached"] if pins else 0

@@ -13,18 +13,14 @@ from quire.server.anthropic.blocks import BlockTurns
 from quire.server.anthropic.body import REFUSED, RENAMED, CountedMessages, MessagesRequest, chat_of
 from quire.server.anthropic.events import MessagesReply
 from quire.server.http.bodies import BodyRoute, off_loop
-from quire.server.http.errors import MESSAGES, REFUSED_VALUES, AnthropicErrorBody, ApiError
+from quire.server.http.errors import MESSAGES, REFUSED_VALUES, AnthropicErrorBody, ApiError, errors_as
 from quire.server.http.events import STREAMED
 from quire.server.http.foreign_fields import UNLISTED
 from quire.server.openai.chat import answer_chat, count_chat
 from quire.server.openai.protocol import ChatRequest, refuse_fields
 
-_ERRORS = {
-    400: {**REFUSED_VALUES[400], "model": AnthropicErrorBody},
-    "4XX": {"model": AnthropicErrorBody, "description": "What was asked for cannot be had."},
-    "5XX": {"model": AnthropicErrorBody, "description": "The server stops, or broke."},
-}
-router = APIRouter(route_class=BodyRoute, prefix=MESSAGES, tags=["Anthropic"], responses=_ERRORS)  # type: ignore[arg-type]
+_ERRORS = {400: {**REFUSED_VALUES[400], "model": AnthropicErrorBody}, **errors_as(AnthropicErrorBody)}
+router = APIRouter(route_class=BodyRoute, prefix=MESSAGES, tags=["Anthropic"], responses=_ERRORS)
 
 
 class TokenCount(BaseModel):

@@ -8,8 +8,8 @@ from fastapi import APIRouter, Depends, Query, Request
 from pydantic import Field
 from starlette.responses import Response
 
-from quire.server.chats.store import Chats
 from quire.server.http.bodies import BodyRoute
+from quire.server.http.context import context_of
 from quire.server.http.events import JsonAnswer
 from quire.server.sessions.bodies import StrictBody
 from quire.server.sessions.branch_routes import known_query
@@ -33,7 +33,7 @@ class ChatBody(StrictBody):
 async def overview(request: Request, search: Annotated[str, Query(max_length=200)] = "") -> Response:
     """List the conversations of this API key, the latest first, without their documents. `search`:
     only those that have these words."""
-    chats, owner = _chats(request), request.state.owner
+    chats, owner = context_of(request).chats, request.state.owner
     found = await chats.search(owner, search) if search.strip() else [one.summary() for one in chats.of(owner)]
     return JsonAnswer({"object": "list", "data": found})
 
@@ -41,7 +41,7 @@ async def overview(request: Request, search: Annotated[str, Query(max_length=200
 @router.get("/{chat_id}")
 async def read(chat_id: str, request: Request) -> Response:
     """Return a conversation: its summary, and its `document`."""
-    found = _chats(request).get(request.state.owner, chat_id)
+    found = context_of(request).chats.get(request.state.owner, chat_id)
     head = JsonAnswer(found.summary()).body
     body = bytes(head)[:-1] + b',"document":' + found.text + b"}"
     return Response(body, media_type="application/json")
@@ -50,7 +50,7 @@ async def read(chat_id: str, request: Request) -> Response:
 @router.put("/{chat_id}")
 async def write(chat_id: str, body: ChatBody, request: Request) -> Response:
     """Store a conversation. 409, `chat_changed`: another window has stored it since `version`."""
-    made = await _chats(request).put(
+    made = await context_of(request).chats.put(
         request.state.owner, chat_id, body.title, body.document, body.version, pinned=body.pinned
     )
     return JsonAnswer(made.summary())
@@ -59,10 +59,5 @@ async def write(chat_id: str, body: ChatBody, request: Request) -> Response:
 @router.delete("/{chat_id}")
 async def delete(chat_id: str, request: Request) -> Response:
     """Forget a conversation."""
-    await _chats(request).delete(request.state.owner, chat_id)
+    await context_of(request).chats.delete(request.state.owner, chat_id)
     return JsonAnswer({"id": chat_id, "object": "chat", "deleted": True})
-
-
-def _chats(request: Request) -> Chats:
-    chats: Chats = request.app.state.context.chats
-    return chats

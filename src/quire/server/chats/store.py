@@ -15,15 +15,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from quire.base.errors import NotDurable
 from quire.server.http.errors import ApiError, bad_field
 from quire.server.http.events import encode_json
 from quire.server.http.settings import ServerSettings
-from quire.server.sessions.keeper import hidden, is_hidden
+from quire.server.sessions.kept_texts import KeptTexts
 from quire.sessions.durable import KeptSessions
-from quire.store.journal import End, SessionRecord
 
 PREFIX = "chat-"
 """How the ids of conversations begin, over HTTP and in the journal."""
@@ -64,10 +61,9 @@ class Chats:
     """All conversations of a server."""
 
     def __init__(self, settings: ServerSettings, kept: KeptSessions | None, owners: Iterable[str]) -> None:
-        """``kept``: the journal, None without one. ``owners``: digests of the API keys."""
+        """``kept`` and ``owners`` are as for ``KeptTexts``."""
         self._settings = settings
-        self._kept = kept
-        self._owners = tuple(owners)
+        self._kept = KeptTexts(kept, owners, PREFIX)
         self._held: dict[str, StoredChat] = {}
 
     def of(self, owner: str) -> list[StoredChat]:
@@ -110,15 +106,16 @@ class Chats:
             raise ApiError(409, message, param="version", code="chat_changed")
         self._check_room(owner, before, len(text))
         head: dict[str, Any] = {"title": title, "version": version + 1, "updated": time.time(), "pinned": pinned}
-        made = StoredChat(id=name, owner=owner, text=text, **head)
-        self._held[name] = made
-        if self._kept is not None:
-            try:
-                await asyncio.shield(asyncio.wrap_future(self._kept.writer.write(_record(made))))
-            except NotDurable:
-                if self._held.get(name) is made:
-                    self._restore(name, before)
-                raise
+        self._held[name] = made = StoredChat(id=name, owner=owner, text=text, **head)
+        try:
+            await self._kept.write(name, owner, f"{json.dumps(head)}\n{text.decode()}", int(made.updated))
+        except NotDurable:
+            if self._held.get(name) is made:
+                if before is None:
+                    del self._held[name]
+                else:
+                    self._held[name] = before
+            raise
         return made
 
     async def delete(self, owner: str, name: str) -> None:
@@ -126,41 +123,29 @@ class Chats:
         forget it; then it stays."""
         before = self.get(owner, name)
         del self._held[name]
-        if self._kept is not None:
-            try:
-                await asyncio.shield(asyncio.wrap_future(self._kept.writer.write(End(before.id))))
-            except NotDurable:
-                self._held[name] = before
-                raise
+        try:
+            await self._kept.forget(name)
+        except NotDurable:
+            self._held[name] = before
+            raise
 
     async def resume(self) -> None:
         """Find the conversations in the journal whose owners have keys here."""
-        if self._kept is None:
-            return
-        journal = self._kept.journal
-        for record in await asyncio.to_thread(lambda: [one for one in journal.records() if one.id.startswith(PREFIX)]):
-            owner = next((one for one in self._owners if is_hidden(one, record.owner)), None)
-            if owner is None or record.chat is None:
-                continue
-            head, _, text = record.chat.partition("\n")
-            self._held[record.id] = StoredChat(id=record.id, owner=owner, text=text.encode(), **json.loads(head))
-
-    def _restore(self, name: str, before: StoredChat | None) -> None:
-        if before is None:
-            self._held.pop(name, None)
-        else:
-            self._held[name] = before
+        for name, owner, kept in await self._kept.found():
+            head, _, text = kept.partition("\n")
+            self._held[name] = StoredChat(id=name, owner=owner, text=text.encode(), **json.loads(head))
 
     def _check_room(self, owner: str, before: StoredChat | None, size: int) -> None:
         settings, own = self._settings, self.of(owner)
         old = 0 if before is None else len(before.text)
         advice = "delete some conversations, or export them first"
-        if before is None and len(own) >= settings.chats_per_key:
-            message = f"this server holds {settings.chats_per_key} conversations of yours at most; {advice}"
+        most = settings.of_one_key(settings.max_chats)
+        if before is None and len(own) >= most:
+            message = f"this server holds {most} conversations of yours at most; {advice}"
             raise ApiError(429, message, code="storage_limit")
         total = sum(len(one.text) for one in own)
-        if total - old + size > settings.chat_bytes_per_key:
-            most = settings.chat_bytes_per_key
+        most = settings.of_one_key(settings.max_chat_bytes)
+        if total - old + size > most:
             message = (
                 f"the conversation's {size} bytes beside {total - old} of others are more than {most} bytes; {advice}"
             )
@@ -184,15 +169,3 @@ def _around(text: str, words: Sequence[str]) -> str:
     at = max(0, min(place for word in words if (place := text.casefold().find(word)) >= 0) - AROUND // 3)
     piece = " ".join(text[at : at + AROUND].split())
     return f"{'…' if at else ''}{piece}{'…' if at + AROUND < len(text) else ''}"
-
-
-def _record(chat: StoredChat) -> SessionRecord:
-    head = json.dumps({name: getattr(chat, name) for name in ("title", "version", "updated", "pinned")})
-    return SessionRecord(
-        id=chat.id,
-        model={},
-        tokens=np.array([], dtype=np.int64),
-        owner=hidden(chat.owner),
-        created=int(chat.updated),
-        chat=f"{head}\n{chat.text.decode()}",
-    )

@@ -6,22 +6,20 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.async_llm import AsyncLLM
-from quire.async_llm.stepper import Call
 from quire.base.errors import DataLoss, QuireError
 from quire.channels.greeting import Trust
 from quire.channels.place import Place
 from quire.channels.socket_end import SocketEnd
 from quire.channels.urls import check_trust, connect
 from quire.engine.handover import IncomingPrompt, IncomingPrompts
-from quire.server.handover.prompts import AskedPrompt, asked_key
+from quire.server.handover.prompts import AskedPrompt, asked_key, locked
 from quire.server.http import logs
 from quire.sessions.prompts import PreparedPrompts
 
@@ -35,8 +33,6 @@ LOOK_SECONDS = 0.2
 """Seconds between two looks whether the pages of a prompt were taken for other requests."""
 THREADS = 64
 """Prompts that are asked for at a time; others are computed here."""
-
-T = TypeVar("T")
 
 
 class DecodeSide:
@@ -114,7 +110,7 @@ class DecodeSide:
         self, end: SocketEnd, tokens: NDArray[np.int64], key: tuple[str, str | None], adapter: int | None
     ) -> None:
         begin = self._incoming.begin
-        incoming = self._locked(lambda: begin(tokens, key=key, adapter=adapter, channel=end, least=LEAST_TOKENS))
+        incoming = locked(self._llm, lambda: begin(tokens, key=key, adapter=adapter, channel=end, least=LEAST_TOKENS))
         if incoming is None:
             return
         try:
@@ -129,9 +125,9 @@ class DecodeSide:
             )
             end.send(asked.message())
             self._receive(incoming)
-            self._locked(lambda: self._incoming.finish(incoming))
+            locked(self._llm, lambda: self._incoming.finish(incoming))
         except BaseException:
-            self._locked(lambda: self._incoming.drop(incoming))
+            locked(self._llm, lambda: self._incoming.drop(incoming))
             raise
         self._engine.metrics.prompts_handed_over.inc("whole")
         self._engine.metrics.tokens_handed_over.inc(tokens.size - incoming.begin)
@@ -151,13 +147,6 @@ class DecodeSide:
     def _note(self, result: str, error: QuireError) -> None:
         self._engine.metrics.prompts_handed_over.inc(result)
         logs.event("handover_" + result, level=logging.WARNING, text=f"{error}; the prompt is computed here")
-
-    def _locked(self, function: Callable[[], T]) -> T:
-        def run() -> T:
-            with self._engine.lock:
-                return function()
-
-        return self._llm.stepper.perform(Call(), run)
 
     def _connected(self) -> SocketEnd:
         with self._lock:

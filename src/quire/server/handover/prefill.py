@@ -9,12 +9,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import TypeVar
+from collections.abc import Mapping
 
 from quire.async_llm import AsyncLLM
-from quire.async_llm.stepper import Call, Job
+from quire.async_llm.stepper import Job
 from quire.base.errors import DataLoss, InvalidArgument, QuireError
 from quire.base.types import SeqId
 from quire.channels.greeting import Trust
@@ -24,13 +22,11 @@ from quire.contracts.channel import Buffers, Channel
 from quire.engine.handover import adapter_of, send_prompt
 from quire.engine.request import Request
 from quire.kv.messages import opened, packed
-from quire.server.handover.prompts import AskedPrompt
+from quire.server.handover.prompts import AskedPrompt, locked
 from quire.server.http import logs
 
 ALIVE_SECONDS = 5.0
 """Seconds between two signs of life while a prompt waits for its turn."""
-
-T = TypeVar("T")
 
 
 class Inbox:
@@ -66,22 +62,13 @@ class PrefillSide:
 
     def __init__(self, llm: AsyncLLM, url: str, trust: Trust, model: Mapping[str, str]) -> None:
         """Compute prompts by ``llm`` for who connects to ``url``; ``model``: its fingerprint."""
-        self.engine, self.stepper, self.model = llm.engine, llm.stepper, dict(model)
+        self.llm, self.engine, self.stepper, self.model = llm, llm.engine, llm.stepper, dict(model)
         self._listener = Listener(url, trust, self._serve, _refused)
         self.url = self._listener.url
 
     def close(self) -> None:
         """End all hand-overs, and listen no more."""
         self._listener.close()
-
-    def locked(self, function: Callable[[], T]) -> T:
-        """Run a function under the engine's lock."""
-
-        def run() -> T:
-            with self.engine.lock:
-                return function()
-
-        return self.stepper.perform(Call(), run)
 
     def _serve(self, end: SocketEnd) -> None:
         """Serve one decode server until its connection ends."""
@@ -186,16 +173,16 @@ class _Prompt:
 
     def hear(self) -> None:
         """Let the hand-over take what has come; end it if it is over."""
-        self._side.locked(partial(self._hear, 0.0))
+        locked(self._side.llm, self._hear)
 
-    def _hear(self, timeout: float) -> None:
+    def _hear(self) -> None:
         state, seq = self._side.engine.runner.state, self._seq
         if seq is None or not state.has_sequence(seq):
             return
         try:
-            if state.disagg_receive(seq, timeout):
+            if state.disagg_receive(seq, 0.0):
                 self._seq = None
-                state.disagg_wait(seq, timeout)
+                state.disagg_wait(seq, 0.0)
                 self._side.engine.metrics.prompts_sent.inc("whole")
         except QuireError:
             self._side.engine.metrics.prompts_sent.inc("lost")
@@ -212,7 +199,7 @@ class _Prompt:
                     engine.runner.state.disagg_cancel(seq)
                     engine.metrics.prompts_sent.inc("lost")
 
-        self._side.locked(stop)
+        locked(self._side.llm, stop)
 
 
 def _refused(error: QuireError) -> None:

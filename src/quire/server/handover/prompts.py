@@ -1,19 +1,24 @@
-"""``AskedPrompt``: the message by which a decode server asks for the state of a prompt."""
+"""What both sides need: ``AskedPrompt``, the message by which a decode server asks for the state of
+a prompt, and ``locked``."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from quire.async_llm import AsyncLLM
+from quire.async_llm.stepper import Call
 from quire.base.errors import InvalidArgument
 from quire.contracts.kv_state import TensorPlan
 from quire.kv.messages import packed, planes_of
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +60,16 @@ class _Header(msgspec.Struct):
     map: tuple[int, ...]
     model: dict[str, str]
     adapter: str | None = None
+
+
+def locked(llm: AsyncLLM, function: Callable[[], T]) -> T:
+    """Run a function under the engine's lock, as one of the engine's calls."""
+
+    def run() -> T:
+        with llm.engine.lock:
+            return function()
+
+    return llm.stepper.perform(Call(), run)
 
 
 def asked_key(key: Hashable) -> tuple[str, str | None]:

@@ -85,10 +85,7 @@ def create_app(llm: AsyncLLM, settings: ServerSettings | None = None) -> FastAPI
         description="OpenAI's and Anthropic's endpoints, and sessions that can be forked, rewound and saved.",
         lifespan=lifespan,
         redirect_slashes=False,
-        responses={
-            "4XX": {"model": errors.ErrorBody, "description": "What was asked for cannot be had."},
-            "5XX": {"model": errors.ErrorBody, "description": "The server stops, or broke."},
-        },
+        responses=errors.errors_as(errors.ErrorBody),
     )
     app.state.context = context
     errors.install(app)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
+
+from starlette.requests import Request
 
 from quire.adapters.keys import OwnedSalt
 from quire.async_llm import AsyncLLM
@@ -17,13 +21,18 @@ from quire.server.http.errors import ApiError
 from quire.server.http.gate import Gate
 from quire.server.http.settings import ServerSettings
 from quire.server.http.text_threads import Texts
-from quire.server.llamacpp.locks import SlotLocks
 
 if TYPE_CHECKING:
     from quire.server.chats.store import Chats
     from quire.server.openai.reruns import Reruns
     from quire.server.responses.store import Responses
     from quire.server.sessions.held import Sessions, StoredBytes
+
+
+def context_of(request: Request) -> Context:
+    """Return the state of the server that a request came to."""
+    context: Context = request.app.state.context
+    return context
 
 
 def public_name(model: str | Path) -> str:
@@ -49,7 +58,8 @@ class Context:
     chats: Chats
     texts: Texts = field(default_factory=Texts)
     """The threads that render and tokenise texts."""
-    slot_locks: SlotLocks = field(default_factory=SlotLocks)
+    slot_locks: WeakValueDictionary[tuple[str, int], asyncio.Lock] = field(default_factory=WeakValueDictionary)
+    """The locks of slots in use, by API key and number."""
     started: float = field(default=0.0)
     """Start of the server in Unix time."""
     adapters: dict[str, set[str]] = field(default_factory=dict)

@@ -146,6 +146,14 @@ class OllamaErrorBody(BaseModel):
     error: str
 
 
+def errors_as(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+    """Return what ``/openapi.json`` says of errors in the shape of ``model``."""
+    return {
+        "4XX": {"model": model, "description": "What was asked for cannot be had."},
+        "5XX": {"model": model, "description": "The server stops, or broke."},
+    }
+
+
 class ApiError(Exception):
     """An error with its answer. ``message`` says what was given and what is accepted. ``param`` is
     the path of the field that it is about ("messages.0.role"). ``code`` is for programs
@@ -195,6 +203,11 @@ def anthropic_body(error: ApiError) -> dict[str, Any]:
 def bad_field(param: str, message: str, *, code: str | None = None) -> ApiError:
     """Return the answer to a body with one bad field."""
     return ApiError(400, message, param=param, code=code)
+
+
+def unsupported(param: str, reason: str) -> ApiError:
+    """Return the answer to a body with a field that would be ignored otherwise."""
+    return bad_field(param, f"{param} is not supported: {reason}", code="unsupported_parameter")
 
 
 def busy(status: int, message: str, code: str, seconds: int = RETRY_AFTER, **headers: str) -> ApiError:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
-from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request
@@ -18,16 +17,13 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from quire.base.errors import Cancelled, QuireError
+from quire.server.http import logs
 from quire.server.http.errors import ApiError, api_error
-
-logger = logging.getLogger("quire.server")
 
 T = TypeVar("T")
 
 Chunk = Mapping[str, Any]
 Chunks = AsyncGenerator[Chunk, None]
-
-LAST_EVENT = b"data: [DONE]\n\n"
 
 STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 """What ``/openapi.json`` says of routes that also stream."""
@@ -82,23 +78,26 @@ def encoded_in_pieces(value: Any, depth: int = _DEPTH) -> bytes:
 class EventStream(Response):
     """A stream of events ``data: {json}``, one for each chunk, then ``data: [DONE]``.
 
-    ``named``: each event has its chunk's ``type`` as its name, and no ``[DONE]`` follows. An empty
-    chunk becomes a comment, which shows that the server is there.
-
     The answer begins with the first chunk. An error before it is raised, so that it has its own
-    status; a later one becomes an event with OpenAI's error object. The generator of the chunks and
-    the streams that it reads are closed before the call returns, whatever ends the answer.
+    status; a later one becomes the last chunk. The generator of the chunks and the streams that it
+    reads are closed before the call returns, whatever ends the answer.
     """
 
     media_type = "text/event-stream"
-    last = LAST_EVENT
-    """What ends a stream without names."""
+    last = b"data: [DONE]\n\n"
+    """What ends a stream."""
 
-    def __init__(self, chunks: Chunks, sources: Sequence[Closable], *, named: bool = False) -> None:
-        """Take the chunks. ``sources`` are closed even if no chunk was asked for."""
+    def __init__(
+        self,
+        chunks: Chunks,
+        sources: Sequence[Closable],
+        failed: Callable[[ApiError], Chunk] = lambda error: error.body,
+    ) -> None:
+        """Take the chunks. ``sources`` are closed even if no chunk was asked for. ``failed``
+        returns the last chunk after an error."""
         self._chunks = chunks
         self._sources = sources
-        self._named = named
+        self._failed = failed
         self.status_code = 200
         self.background = None
         # X-Accel-Buffering: nginx would collect events otherwise.
@@ -127,21 +126,30 @@ class EventStream(Response):
         except Exception as error:
             if isinstance(error, OSError) and not isinstance(error, QuireError):
                 return  # the connection broke, so no error can be sent
-            await self._send_event(send, noted(error, request_id).body)
-        await send({"type": "http.response.body", "body": b"" if self._named else self.last, "more_body": False})
+            found = api_error(error)
+            if found.status == 500:
+                logs.failure(error, request_id=request_id)
+            await self._send_event(send, self._failed(found))
+        await send({"type": "http.response.body", "body": self.last, "more_body": False})
 
     async def _send_event(self, send: Send, chunk: Chunk) -> None:
-        name = f"event: {chunk['type']}\n".encode() if self._named and chunk else b""
-        body = name + b"data: " + encode_json(chunk) + b"\n\n" if chunk else b": nothing new\n\n"
-        await send({"type": "http.response.body", "body": body, "more_body": True})
+        await send({"type": "http.response.body", "body": self.written(chunk), "more_body": True})
+
+    def written(self, chunk: Chunk) -> bytes:
+        """Return a chunk as it is sent."""
+        return b"data: " + encode_json(chunk) + b"\n\n"
 
 
-def noted(error: Exception, request_id: str | None) -> ApiError:
-    """Return the answer to an error within a stream. One of ours is logged."""
-    found = api_error(error)
-    if found.status == 500:
-        logger.error("%s", json.dumps({"event": "failure", "request_id": request_id}), exc_info=error)
-    return found
+class NamedEventStream(EventStream):
+    """A stream of events that have their chunks' ``type`` as names. An empty chunk becomes a
+    comment, which shows that the server is there."""
+
+    last = b""
+
+    def written(self, chunk: Chunk) -> bytes:
+        if not chunk:
+            return b": nothing new\n\n"
+        return f"event: {chunk['type']}\n".encode() + super().written(chunk)
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:

@@ -20,7 +20,7 @@ import re
 import secrets
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -90,15 +90,6 @@ class KeyPortions:
         if not self.used[owner]:
             del self.used[owner]
 
-    @contextmanager
-    def one(self, owner: str) -> Iterator[None]:
-        """Count one until the block ends."""
-        self.take(owner, 1)
-        try:
-            yield
-        finally:
-            self.take(owner, -1)
-
 
 class Gate:
     """A count of running requests that can be closed. ``weights``: of all API keys, which divide
@@ -136,10 +127,11 @@ class Gate:
         assert task is not None
         self._tasks[task] = None
         self._idle.clear()
+        places.take(owner, 1)
         try:
-            with places.one(owner):
-                yield
+            yield
         finally:
+            places.take(owner, -1)
             del self._tasks[task]
             if not self._tasks:
                 self._idle.set()
@@ -159,40 +151,20 @@ class Gate:
             task.cancel()
 
 
-class Arrivals:
-    """Bytes of the bodies of running requests, in sum and by owner, without state files."""
-
-    def __init__(
-        self, limit: int, limit_per_key: int, weights: Mapping[str, float] = MappingProxyType({"": 1.0})
-    ) -> None:
-        """Limit the sum, of which each key has its portion, and what one key may have of it."""
-        self.limit_per_key = limit_per_key
-        self.portions = KeyPortions(limit, weights)
-
-    @contextmanager
-    def of(self, owner: str) -> Iterator[Arrival]:
-        """Yield the body of one request, and count it until the block ends."""
-        arrival = Arrival(self, owner)
-        try:
-            yield arrival
-        finally:
-            self.portions.take(owner, -arrival.bytes)
-
-
 class Arrival:
-    """A body that is being received."""
+    """A body that is being received, of one request. Its bytes count until ``close``."""
 
-    def __init__(self, arrivals: Arrivals, owner: str) -> None:
-        self._arrivals = arrivals
-        self._owner = owner
+    def __init__(self, portions: KeyPortions, limit_per_key: int, owner: str) -> None:
+        """``portions``: of the bytes of all bodies. ``limit_per_key``: what one key may have."""
+        self._portions, self._limit_per_key, self._owner = portions, limit_per_key, owner
         self.bytes = 0
 
     def expect(self, count: int) -> None:
-        """Raise ``ApiError`` if there is no room for ``size`` more bytes: 413 if there never is."""
-        portions, owner = self._arrivals.portions, self._owner
+        """Raise ``ApiError`` if there is no room for so many more bytes: 413 if there never is."""
+        portions, owner = self._portions, self._owner
         most, own = portions.most(owner), portions.used[owner]
         if owner:
-            most = min(most, self._arrivals.limit_per_key)
+            most = min(most, self._limit_per_key)
         for limit, used, left, whose in (
             (portions.limit, portions.used.total(), portions.left(owner), "this server"),
             *([(most, own, most - own, "this key")] if owner else []),
@@ -207,7 +179,10 @@ class Arrival:
         """Count received bytes. Raise ``ApiError`` as ``expect`` does."""
         self.expect(count)
         self.bytes += count
-        self._arrivals.portions.take(self._owner, count)
+        self._portions.take(self._owner, count)
+
+    def close(self) -> None:
+        self._portions.take(self._owner, -self.bytes)
 
 
 class ReaderGone(OSError):
@@ -222,7 +197,10 @@ class GateMiddleware:
         self._gate = gate
         self._settings = settings
         largest = int(settings.max_body_bytes)
-        self._bodies = Arrivals(BODIES * largest, BODIES_PER_KEY * largest, settings.key_weights)
+        self._bodies, self._bodies_per_key = (
+            KeyPortions(BODIES * largest, settings.key_weights),
+            BODIES_PER_KEY * largest,
+        )
         self._sites = Sites(settings)
         # Digests have one length, so the time of a comparison does not tell a key's length.
         self._keys = [hashlib.sha256(key.encode()).digest() for key in settings.api_key]
@@ -275,7 +253,7 @@ class GateMiddleware:
                 if path not in UNCOUNTED:
                     counted.enter_context(self._gate.running(owner, idle=path in IDLE))
                 # The body is in memory until the answer is sent.
-                with self._bodies.of(owner) as arrival:
+                with closing(Arrival(self._bodies, self._bodies_per_key, owner)) as arrival:
                     admitted = await self._body(scope, receive, arrival)
                     if admitted is not None:
                         await self._app(scope, admitted, send)
@@ -289,8 +267,7 @@ class GateMiddleware:
             except Exception as error:
                 found = api_error(error)
                 if found.status == 500:
-                    passage.error = error
-                    logs.failure(passage, error)
+                    logs.failure(error, request_id=passage.request_id, method=passage.method, path=passage.path)
                 # Once an answer has begun, the server closes the connection: the client sees that.
                 if passage.status is None and not passage.gone:
                     await error_response(found, scope["path"])(scope, receive, send)

@@ -29,8 +29,6 @@ class Passage:
     """Whether the whole answer was sent."""
     gone: bool = False
     """Whether the client closed the connection before that."""
-    error: BaseException | None = None
-    """An error that the application did not expect."""
     began: float = field(default_factory=time.monotonic)
 
 
@@ -50,10 +48,9 @@ def request(passage: Passage, tokens: Mapping[str, Any] | None) -> None:
     )
 
 
-def failure(passage: Passage, error: BaseException) -> None:
-    """Log a traceback under the request's id. Clients do not see it."""
-    entry = {"event": "failure", "request_id": passage.request_id, "method": passage.method, "path": passage.path}
-    logger.error("%s", json.dumps(entry), exc_info=error)
+def failure(error: BaseException, **fields: Any) -> None:
+    """Log a traceback, with facts about the request. Clients do not see it."""
+    logger.error("%s", json.dumps({"event": "failure", **fields}), exc_info=error)
 
 
 def event(kind: str, *, level: int = logging.INFO, **fields: Any) -> None:

@@ -31,9 +31,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from quire.async_llm import AsyncLLM
 from quire.base.errors import InvalidArgument, QuireError
+from quire.channels.greeting import Trust
 from quire.server.handover.decode import DecodeSide
 from quire.server.handover.prefill import PrefillSide
-from quire.server.handover.sides import side_of
 from quire.server.http import logs
 from quire.server.http.app import create_app
 from quire.server.http.context import Context
@@ -88,6 +88,19 @@ def serve(llm: AsyncLLM, settings: ServerSettings | None = None) -> None:
         if side is not None:
             side.close()
         asyncio.run(llm.close())
+
+
+def side_of(llm: AsyncLLM, settings: ServerSettings) -> PrefillSide | DecodeSide | None:
+    """Begin to listen for decode servers, or to ask a prefill server; None for a server that does
+    both itself."""
+    if settings.peer is None:
+        return None
+    trust, model = Trust(settings.secret), llm.identity.fields()
+    if settings.role == "prefill":
+        return PrefillSide(llm, settings.peer, trust, model)
+    found = DecodeSide(llm, settings.peer, trust, model)
+    llm.before_prompts = found.bring
+    return found
 
 
 def raise_descriptor_limit() -> None:

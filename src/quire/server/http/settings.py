@@ -7,7 +7,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 
@@ -189,41 +189,21 @@ class ServerSettings:
                 f"secret_file {self.secret_file!r} has {len(self.secret)} bytes; at least {LEAST_SECRET} are needed",
                 field="secret_file",
             )
-        for limit in (
-            "max_body_bytes",
-            "max_upload_bytes",
-            "max_stored_bytes",
-            "max_stored_bytes_per_key",
-            "max_response_bytes",
-            "max_chat_bytes",
-        ):
-            if self._is_given(limit):
-                size = parse_bytes(getattr(self, limit), name=limit)
-                check_int(limit, size, 1)
-                object.__setattr__(self, limit, size)  # a number from here on
-        for count in (
-            "max_waiting",
-            "max_sessions",
-            "max_sessions_per_key",
-            "max_rerun_tokens",
-            "max_responses",
-            "max_chats",
-            "max_adapters_per_key",
-        ):
-            if self._is_given(count):
-                check_int(count, getattr(self, count), 1)
-        for share in ("max_pinned_share", "max_pinned_share_per_key"):
-            if self._is_given(share):
-                check_real(share, getattr(self, share), above=0, up_to=1)
-        require_bool("share_prefix_cache", self.share_prefix_cache)
-        require_bool("rerun_reasoning", self.rerun_reasoning)
-        require_bool("allow_edits", self.allow_edits)
+        for limit in [one.name for one in fields(self) if one.name.startswith("max_")]:
+            value = getattr(self, limit)
+            if value is None and limit.endswith("_per_key"):
+                continue
+            if "_share" in limit:
+                check_real(limit, value, above=0, up_to=1)
+                continue
+            if "_bytes" in limit:
+                value = parse_bytes(value, name=limit)
+                object.__setattr__(self, limit, value)  # a number from here on
+            check_int(limit, value, 1)
+        for switch in ("share_prefix_cache", "rerun_reasoning", "allow_edits"):
+            require_bool(switch, getattr(self, switch))
         for seconds in ("session_ttl", "pinned_ttl", "upload_seconds", "drain_seconds"):
             _check_seconds(seconds, getattr(self, seconds), positive=seconds != "drain_seconds")
-
-    def _is_given(self, name: str) -> bool:
-        """Return whether a limit is to be checked. Only those of one key may be None."""
-        return getattr(self, name) is not None or not name.endswith("_per_key")
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -251,7 +231,7 @@ class ServerSettings:
     @property
     def sessions_per_key(self) -> int:
         """``max_sessions_per_key``, or its default."""
-        return min(self.max_sessions, self.max_sessions_per_key or math.ceil(self.max_sessions * self._per_key))
+        return min(self.max_sessions, self.max_sessions_per_key or self.of_one_key(self.max_sessions))
 
     @property
     def pinned_share_per_key(self) -> float:
@@ -263,27 +243,11 @@ class ServerSettings:
         """``max_stored_bytes_per_key``, or its default."""
         given = self.max_stored_bytes_per_key
         total = int(self.max_stored_bytes)
-        return math.ceil(total * self._per_key) if given is None else min(total, int(given))
+        return self.of_one_key(total) if given is None else min(total, int(given))
 
-    @property
-    def responses_per_key(self) -> int:
-        """Stored responses of one API key, at most."""
-        return math.ceil(self.max_responses * self._per_key)
-
-    @property
-    def response_bytes_per_key(self) -> int:
-        """Bytes of their conversations, at most."""
-        return math.ceil(int(self.max_response_bytes) * self._per_key)
-
-    @property
-    def chats_per_key(self) -> int:
-        """Conversations of one API key, at most."""
-        return math.ceil(self.max_chats * self._per_key)
-
-    @property
-    def chat_bytes_per_key(self) -> int:
-        """Bytes of their documents, at most."""
-        return math.ceil(int(self.max_chat_bytes) * self._per_key)
+    def of_one_key(self, total: int | str) -> int:
+        """Return the part of a total that one API key may have."""
+        return math.ceil(int(total) * self._per_key)
 
     @property
     def _per_key(self) -> float:

@@ -77,7 +77,7 @@ class Sites:
         if foreign:
             raise ApiError(
                 403,
-                f"the request comes from a web page of {'another site' if origin is None else shown_origin(origin)}; start the "
+                f"the request comes from a web page of {'another site' if origin is None else repr(origin[:80])}; start the "
                 "server with --allowed-origin and the page's origin to let its pages call it",
                 code="origin_not_allowed",
             )
@@ -112,11 +112,6 @@ def page_reads_only() -> ApiError:
 def header_values(scope: Mapping[str, Any], name: bytes) -> Sequence[bytes]:
     """Return the values of the headers of a name, which is in lower case."""
     return [value for found, value in scope["headers"] if found.lower() == name]
-
-
-def shown_origin(origin: str) -> str:
-    """Return an origin for a message."""
-    return repr(origin[:80])
 
 
 def _one(scope: Scope, name: bytes) -> str | None:

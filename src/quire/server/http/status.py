@@ -29,7 +29,7 @@ from quire.engine.named_adapters import AdapterInfo
 from quire.executor import counters
 from quire.models.fingerprint import kept_formats
 from quire.server.http.bodies import BodyRoute, BoundedModel
-from quire.server.http.context import Context, public_name
+from quire.server.http.context import Context, context_of, public_name
 from quire.server.http.errors import REFUSED_VALUES, ApiError, bad_field
 
 router = APIRouter(route_class=BodyRoute)
@@ -95,7 +95,7 @@ class EmbeddingRequest(BoundedModel):
 async def health(request: Request) -> Health:
     """Answer 200 if the engine answers, 503 if it does not or while the server shuts down. An
     engine of which a rank has ended does not answer."""
-    context: Context = request.app.state.context
+    context = context_of(request)
     if context.gate.closing:
         raise ApiError(503, "this server is shutting down", code="shutting_down")
     probe = _probes.get(context.llm)
@@ -124,7 +124,7 @@ async def version() -> Version:
 @router.get("/metrics", tags=["status"], response_class=Response, responses={200: {"content": {"text/plain": {}}}})
 async def metrics(request: Request) -> Response:
     """Send all metrics in Prometheus' text format."""
-    context: Context = request.app.state.context
+    context = context_of(request)
     snapshot = await context.llm.metrics()
     families = context.llm.engine.metrics.collect() + context.llm.engine.stored.collect()
     families += _rest(snapshot, families)
@@ -140,13 +140,13 @@ async def metrics(request: Request) -> Response:
 @router.get("/v1/models", tags=["models"])
 async def models(request: Request) -> ModelList:
     """List the model and its adapters."""
-    return ModelList(data=await model_cards(request.app.state.context))
+    return ModelList(data=await model_cards(context_of(request)))
 
 
 @router.get("/v1/models/{model:path}", tags=["models"])
 async def model(request: Request, model: str) -> ModelCard:
     """Describe the model or one of its adapters."""
-    context: Context = request.app.state.context
+    context = context_of(request)
     cards = await model_cards(context)
     context.adapter_of(model)
     return next(card for card in cards if card.id == model)

@@ -1,10 +1,8 @@
-"""The few threads that render and tokenise: short texts first, none for clients that have gone."""
+"""The few threads that render and tokenise: most for short texts, none for who has gone."""
 
 from __future__ import annotations
 
 import asyncio
-import heapq
-import itertools
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -23,29 +21,17 @@ T = TypeVar("T")
 
 
 class Lane:
-    """Calls on some threads, the smallest first, from one event loop."""
+    """Calls on some threads, in the order of their arrival, from one event loop."""
 
     def __init__(self, threads: int, name: str) -> None:
         self._pool = ThreadPoolExecutor(threads + ASIDE, thread_name_prefix=name)
-        self._free = threads
-        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
-        self._numbers = itertools.count()
+        self._places = asyncio.Semaphore(threads)
 
-    async def run(self, size: int, function: Callable[[], T]) -> T:
+    async def run(self, function: Callable[[], T]) -> T:
         """Call ``function`` at its turn. If the task is cancelled before, do not call it. If the
         task is cancelled meanwhile, ``long_texts.check`` ends the call, which then frees its
         thread."""
-        if not self._free:
-            turn = asyncio.get_running_loop().create_future()
-            heapq.heappush(self._waiting, (size, next(self._numbers), turn))
-            try:
-                await turn
-            except asyncio.CancelledError:
-                if turn.done() and not turn.cancelled():
-                    self._leave()
-                raise
-        else:
-            self._free -= 1
+        await self._places.acquire()
         given_up, loop = threading.Event(), asyncio.get_running_loop()
         has_place = True
 
@@ -53,7 +39,7 @@ class Lane:
             nonlocal has_place
             if has_place:
                 has_place = False
-                self._leave()
+                self._places.release()
 
         def step_aside() -> None:
             with suppress(RuntimeError):  # the loop was closed meanwhile
@@ -76,15 +62,6 @@ class Lane:
             given_up.set()
             raise
 
-    def _leave(self) -> None:
-        """Give a free thread to the waiting call with the smallest text."""
-        while self._waiting:
-            turn = heapq.heappop(self._waiting)[2]
-            if not turn.done():
-                turn.set_result(None)
-                return
-        self._free += 1
-
     def close(self) -> None:
         """End the threads when they are idle."""
         self._pool.shutdown(wait=False)
@@ -99,7 +76,7 @@ class Texts:
 
     async def run(self, size: int, function: Callable[[], T]) -> T:
         """Call ``function`` for a text of about ``size`` characters, as ``Lane.run`` does."""
-        return await (self._long if size >= LONG else self._short).run(size, function)
+        return await (self._long if size >= LONG else self._short).run(function)
 
     def close(self) -> None:
         for lane in (self._short, self._long):

@@ -1,4 +1,3 @@
 """llama-server's API: ``body`` makes completions of its requests, ``replies`` says their answers in
-its fields, ``slots`` finds the sessions that are its slots, ``props`` describes what is served;
-``routes``.
+its fields, ``slots`` finds the sessions that are its slots; ``routes``.
 """

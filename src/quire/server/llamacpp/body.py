@@ -14,9 +14,7 @@ from quire.server.http.bodies import check_count
 from quire.server.http.context import Context
 from quire.server.http.errors import bad_field
 from quire.server.http.foreign_fields import Table
-from quire.server.openai.blend_fields import Part
-from quire.server.openai.fill_fields import filling
-from quire.server.openai.generation import chat_defaults
+from quire.server.openai.generation import Part, chat_defaults
 from quire.server.openai.protocol import Body, CompletionRequest, KvHintAction, KvHints, refuse_fields
 from quire.text.tokenizer import Tokenizer
 
@@ -187,10 +185,3 @@ def _biases(tokenizer: Tokenizer | None, given: Any) -> dict[str, float]:
         else:
             raise bad_field("logit_bias", f"each token of logit_bias must be an id or a text, got {key!r:.60}")
     return found
-
-
-def infill_of(context: Context, body: InfillBody) -> tuple[InfillBody, list[int]]:
-    """Return a body that ends where the text between ends, and its prompt. Raise ``ApiError`` 400
-    for a model that was not made for it."""
-    others = [(one.filename, one.text) for one in body.input_extra]
-    return filling(context, body, body.input_prefix + body.prompt, body.input_suffix, "input_suffix", others)

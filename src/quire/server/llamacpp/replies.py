@@ -15,11 +15,9 @@ from quire.server.http.context import Context
 from quire.server.http.events import Chunk, Chunks, EventStream
 from quire.server.http.foreign_fields import ORDER
 from quire.server.llamacpp.body import RANDOM_SEED, LlamaBody
-from quire.server.llamacpp.slots import SlotStream
 from quire.server.openai.generation import Source
 from quire.server.openai.logprobs import chat_logprobs
-from quire.server.openai.replies import Reply
-from quire.server.openai.timings import timings_of
+from quire.server.openai.replies import Reply, timings_of
 
 
 class BareEventStream(EventStream):
@@ -43,8 +41,8 @@ class LlamaReply(Reply):
     prefix = "cmpl"
     object = chunk_object = "completion"
     stream_class = BareEventStream
-    slot: SlotStream | None = None
-    """The slot in which it runs."""
+    cached: int | None = None
+    """Tokens of the prompt whose state was in the slot in which it runs; None: in no slot."""
 
     def __init__(
         self,
@@ -58,7 +56,6 @@ class LlamaReply(Reply):
         super().__init__(request, context, body)
         self._body, self._params = body, params
         self._several = len(prompts) * params.n > 1
-        self._model = body.model or context.model_name
         self._settings = settings_of(params, context, body)
         self._samples: dict[int, _Sample] = {}
 
@@ -112,7 +109,7 @@ class LlamaReply(Reply):
         ids = output.prompt_token_ids
         return {
             "stop": True,
-            "model": self._model,
+            "model": self.model,
             "generation_settings": self._settings,
             "prompt": "" if self.tokenizer is None else self.tokenizer.decode(ids, skip_special_tokens=False),
             "has_new_line": sample.has_new_line,
@@ -128,10 +125,10 @@ class LlamaReply(Reply):
         return {} if self._params.logprobs is None else {"completion_probabilities": list(entries)}
 
     def _cached(self, output: RequestOutput) -> int:
-        return output.num_cached_tokens if self.slot is None else self.slot.cached
+        return output.num_cached_tokens if self.cached is None else self.cached
 
     def _sample_timings(self, number: int, tokens: int, output: RequestOutput) -> dict[str, Any]:
-        return timings_of(output, tokens, cached=self._cached(output), began=self._began)
+        return timings_of(output, tokens, cached=self._cached(output), began=self.began)
 
     # -- answers -----------------------------------------------------------------------------------
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any
 
-from quire.async_llm import AsyncSession, AsyncStream
+from quire.async_llm import AsyncSession
 from quire.base.errors import InvalidArgument, NotFound
 from quire.base.sampling_params import SamplingParams
 from quire.server.http.context import Context
@@ -37,13 +36,13 @@ def total(context: Context) -> int:
     return context.llm.config.max_num_seqs
 
 
-def held_in(context: Context, owner: str, number: int) -> HeldSession | None:
-    """Return the session of a slot; None for an empty one."""
-    return by_number(context, owner).get(number)
+def lock_of(context: Context, owner: str, number: int) -> asyncio.Lock:
+    """Return the lock of a slot: requests for one slot wait for each other, as in llama-server."""
+    return context.slot_locks.setdefault((owner, number), asyncio.Lock())
 
 
 def by_number(context: Context, owner: str) -> dict[int, HeldSession]:
-    """Return the sessions of an owner's slots."""
+    """Return the sessions of an owner's slots; empty ones have none."""
     marked = [(held.session.labels.get(LABEL, ""), held) for held in context.sessions.of(owner)]
     return {int(label): held for label, held in marked if label.isascii() and label.isdecimal()}
 
@@ -51,86 +50,66 @@ def by_number(context: Context, owner: str) -> dict[int, HeldSession]:
 async def hold(context: Context, owner: str, number: int, session: AsyncSession) -> str:
     """Make a new session that of a slot, in its ``room``, and return its id."""
     sessions = context.sessions
-    try:
-        lifetime = sessions.lifetime(None, pinned=session.pinned)
-        labels = {LABEL: str(number)}
-        (made,) = await sessions.hold(owner, [session], ttl=lifetime, name=f"slot {number}", labels=labels)
-    except BaseException:
-        await asyncio.shield(session.close())
-        raise
+    lifetime = sessions.lifetime(None, pinned=session.pinned)
+    labels = {LABEL: str(number)}
+    (made,) = await sessions.hold(owner, [session], ttl=lifetime, name=f"slot {number}", labels=labels)
     return made
 
 
-class SlotStream(ClientSessionStream):
-    """A completion in a slot. The slot is in use from the first delta to ``aclose``."""
+# -- completions -----------------------------------------------------------------------------------
 
-    def __init__(
-        self,
-        context: Context,
-        owner: str,
-        number: int,
-        params: SamplingParams,
-        ids: Sequence[int],
-        *,
-        adapter: str | None,
-        salt: str | None,
-        afresh: bool,
-    ) -> None:
-        """Prepare to run the prompt ``ids``. ``afresh``: without the state that is there."""
-        super().__init__(context, owner, "", params)
-        self._number, self._ids = number, list(ids)
-        self._adapter, self._salt, self._afresh = adapter, salt, afresh
-        self._lock = context.slot_locks.of(owner, number)
-        self._locked = False
-        self.cached = 0
-        """Tokens of the prompt whose state was there."""
 
-    async def take(self) -> AsyncSession:
-        if self._session is None:
-            await self._lock.acquire()
-            self._locked = True
-            self.session_id = await self._ready_id()
-        return await super().take()
-
-    async def _ready_id(self) -> str:
-        context, owner = self._context, self._owner
-        held = held_in(context, owner, self._number)
-        if held is not None and (self._afresh or held.session.adapter != self._adapter):
+async def begun(
+    context: Context,
+    owner: str,
+    number: int,
+    params: SamplingParams,
+    ids: list[int],
+    *,
+    adapter: str | None,
+    salt: str | None,
+    afresh: bool,
+) -> tuple[ClientSessionStream, int]:
+    """Run the prompt ``ids`` in a slot. Return the generation behind it, at whose end the slot is
+    free again, and the number of tokens whose state was there. ``afresh``: use none of it."""
+    lock = lock_of(context, owner, number)
+    await lock.acquire()
+    stream: ClientSessionStream | None = None
+    try:
+        held = by_number(context, owner).get(number)
+        if held is not None and (afresh or held.session.adapter != adapter):
             await context.sessions.close(owner, held.id)
             held = None
         if held is not None:
-            return held.id
-        with context.sessions.room(owner):
-            session = await context.llm.session([], adapter=self._adapter, cache_salt=self._salt)
-            return await hold(context, owner, self._number, session)
+            session_id = held.id
+        else:
+            with context.sessions.room(owner):
+                session = await context.llm.session([], adapter=adapter, cache_salt=salt)
+                session_id = await hold(context, owner, number, session)
+        stream = ClientSessionStream(context, owner, session_id, params, freed=lock.release)
+        return stream, await _fill(await stream.take(), ids)
+    except BaseException:
+        if stream is None:
+            lock.release()
+        else:
+            await asyncio.shield(stream.aclose())
+        raise
 
-    async def fill(self) -> AsyncSession:
-        """Run the prompt in the slot."""
-        session = await self.take()
-        there = session.tokens
-        kept = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(there, self._ids, strict=False)))
-        if kept < len(there):
-            await session.rewind(to=kept)
-        found = session.num_computed
-        if kept and found < kept - 1:
-            # A restored slot, and one whose pages were given up, find their state in the store.
-            found = max(found, (await session.compute()).cached)
-        # The logits behind the last token are computed in any case.
-        self.cached = min(found, kept, len(self._ids) - 1)
-        if kept < len(self._ids):
-            await session.append(self._ids[kept:])
-        return session
 
-    async def _begin(self) -> AsyncStream:
-        return (await self.fill()).stream(self._params)
-
-    async def _finish(self) -> None:
-        try:
-            await super()._finish()
-        finally:
-            if self._locked:
-                self._locked = False
-                self._lock.release()
+async def _fill(session: AsyncSession, ids: list[int]) -> int:
+    """Make a session hold ``ids``, and return the number of those whose state was there."""
+    there = session.tokens
+    kept = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(there, ids, strict=False)))
+    if kept < len(there):
+        await session.rewind(to=kept)
+    found = session.num_computed
+    if kept and found < kept - 1:
+        # A restored slot, and one whose pages were given up, find their state in the store.
+        found = max(found, (await session.compute()).cached)
+    if kept < len(ids):
+        await session.append(ids[kept:])
+    # The logits behind the last token are computed in any case.
+    return min(found, kept, len(ids) - 1)
 
 
 # -- /slots ----------------------------------------------------------------------------------------
@@ -161,8 +140,8 @@ async def listed(context: Context, owner: str) -> list[dict[str, Any]]:
 async def save(context: Context, owner: str, number: int, filename: str) -> dict[str, Any]:
     """Commit a slot's session to the branch ``filename``."""
     began = time.monotonic()
-    async with context.slot_locks.of(owner, number):
-        held = held_in(context, owner, number)
+    async with lock_of(context, owner, number):
+        held = by_number(context, owner).get(number)
         if held is None:
             raise ApiError(
                 404, f"slot {number} is empty; POST /completion with id_slot={number} fills it", code="not_found"
@@ -182,11 +161,11 @@ async def save(context: Context, owner: str, number: int, filename: str) -> dict
 async def restore(context: Context, owner: str, number: int, filename: str) -> dict[str, Any]:
     """Make a slot's session go on from the branch ``filename``."""
     began = time.monotonic()
-    async with context.slot_locks.of(owner, number):
+    async with lock_of(context, owner, number):
         with naming({"name": "filename"}, "filename", (InvalidArgument, NotFound)):
             session = await context.llm.checkout(filename, owner=owner)
         try:
-            if (before := held_in(context, owner, number)) is not None:
+            if (before := by_number(context, owner).get(number)) is not None:
                 await context.sessions.close(owner, before.id)
             with context.sessions.room(owner):
                 await hold(context, owner, number, session)
@@ -204,9 +183,9 @@ async def restore(context: Context, owner: str, number: int, filename: str) -> d
 
 async def erase(context: Context, owner: str, number: int) -> dict[str, Any]:
     """Close a slot's session."""
-    async with context.slot_locks.of(owner, number):
+    async with lock_of(context, owner, number):
         erased = 0
-        if (held := held_in(context, owner, number)) is not None:
+        if (held := by_number(context, owner).get(number)) is not None:
             erased = len(held.session)
             await context.sessions.close(owner, held.id)
     return {"id_slot": number, "n_erased": erased}

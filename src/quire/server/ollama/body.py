@@ -11,7 +11,7 @@ from pydantic import Field
 from quire.base.sampling_fields import Surface, declarations_on
 from quire.base.sampling_params import SamplingParams
 from quire.server.http.context import Context
-from quire.server.http.errors import bad_field
+from quire.server.http.errors import bad_field, unsupported
 from quire.server.http.foreign_fields import RENAMED, UNSUPPORTED
 from quire.server.ollama.models import template_of
 from quire.server.openai.protocol import Body, ChatRequest, CompletionRequest, GenerationBody
@@ -124,7 +124,7 @@ def _refuse(body: GenerateBody) -> None:
         ("context", "send the conversation to /api/chat"),
     ):
         if getattr(body, name):
-            raise bad_field(name, f"{name} is not supported: {advice}", code="unsupported_parameter")
+            raise unsupported(name, advice)
 
 
 def _options(body: OllamaBody) -> dict[str, Any]:

@@ -15,16 +15,20 @@ from quire.text.chat_rendering import select_template
 from quire.text.fill_middle import FillTokens
 
 
+def moment(seconds: float) -> str:
+    """Return a Unix time as ollama writes it."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+
+
 async def listed(context: Context) -> list[dict[str, Any]]:
     """Return the model and its adapters."""
-    changed = datetime.fromtimestamp(context.started, UTC).isoformat().replace("+00:00", "Z")
-    details = _details(context)
+    changed, details = moment(context.started), _details(context)
     return [
         {
             "name": one.id,
             "model": one.id,
             "modified_at": changed,
-            "size": _size(context),
+            "size": context.llm.model.parameter_bytes,
             "digest": "",
             "details": details,
         }
@@ -34,11 +38,11 @@ async def listed(context: Context) -> list[dict[str, Any]]:
 
 def described(context: Context, name: str) -> dict[str, Any]:
     """Describe a model."""
-    kind = _family(context)
+    kind = str(context.llm.model.config.get("model_type") or "unknown")
     template = template_of(context)
     info = {
         "general.architecture": kind,
-        "general.parameter_count": _parameters(context),
+        "general.parameter_count": context.llm.model.num_parameters,
         f"{kind}.context_length": context.longest,
         f"{kind}.vocab_size": context.llm.engine.checks.vocab_size,
     }
@@ -49,7 +53,7 @@ def described(context: Context, name: str) -> dict[str, Any]:
         "details": _details(context),
         "model_info": info,
         "capabilities": capabilities(context),
-        "modified_at": datetime.fromtimestamp(context.started, UTC).isoformat().replace("+00:00", "Z"),
+        "modified_at": moment(context.started),
     }
 
 
@@ -81,8 +85,8 @@ def template_of(context: Context) -> str | None:
 
 
 def _details(context: Context) -> dict[str, Any]:
-    kind = _family(context)
-    count = _parameters(context)
+    kind = str(context.llm.model.config.get("model_type") or "unknown")
+    count = context.llm.model.num_parameters
     size = f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.1f}M"
     return {
         "parent_model": "",
@@ -92,15 +96,3 @@ def _details(context: Context) -> dict[str, Any]:
         "parameter_size": size,
         "quantization_level": ", ".join(context.llm.model.formats) or "unknown",
     }
-
-
-def _family(context: Context) -> str:
-    return str(context.llm.model.config.get("model_type") or "unknown")
-
-
-def _parameters(context: Context) -> int:
-    return context.llm.model.num_parameters
-
-
-def _size(context: Context) -> int:
-    return context.llm.model.parameter_bytes

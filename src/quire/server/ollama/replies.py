@@ -8,17 +8,15 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
-from datetime import UTC, datetime
 from typing import Any
 
-from starlette.types import Send
-
-from quire.base.outputs import RequestOutput
-from quire.server.http.errors import ollama_body
-from quire.server.http.events import Chunk, Chunks, EventStream, encode_json, noted
+from quire.server.http.errors import ApiError, ollama_body
+from quire.server.http.events import Chunk, Chunks, EventStream, encode_json
+from quire.server.ollama.models import moment
 from quire.server.openai.chat import ChatReply
 from quire.server.openai.completions import CompletionReply
-from quire.server.openai.generation import Source, Usage
+from quire.server.openai.generation import Source
+from quire.server.openai.replies import Reply
 from quire.server.tools.messages import message_of
 
 
@@ -28,32 +26,34 @@ class LineStream(EventStream):
     media_type = "application/x-ndjson"
     last = b""
 
-    async def _send_event(self, send: Send, chunk: Chunk) -> None:
-        await send({"type": "http.response.body", "body": encode_json(chunk) + b"\n", "more_body": True})
+    def written(self, chunk: Chunk) -> bytes:
+        return encode_json(chunk) + b"\n"
 
 
-def times_of(output: RequestOutput, usage: Usage, began: float) -> dict[str, int]:
-    """Return the counts, and the durations in nanoseconds, of an answer asked for at ``began``."""
-    now = time.monotonic()
-    first = max(began, output.metrics.first_token_time or now)
+def line(reply: Reply, said: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a line with a piece of an answer."""
+    return {"model": reply.model, "created_at": moment(time.time()), **said, "done": False}
+
+
+def done(reply: Reply, choice: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the end of a sample, counts, and durations in nanoseconds."""
+    now, counts = time.monotonic(), reply.tokens
+    first = max(reply.began, reply.outputs[0].metrics.first_token_time or now)
     return {
-        "total_duration": int(1e9 * (now - began)),
+        "done": True,
+        "done_reason": "length" if choice.get("finish_reason") == "length" else "stop",
+        "total_duration": int(1e9 * (now - reply.began)),
         "load_duration": 0,
-        "prompt_eval_count": usage.tokens["prompt"],
-        "prompt_eval_duration": int(1e9 * (first - began)),
-        "eval_count": usage.tokens["completion"],
+        "prompt_eval_count": counts["prompt"],
+        "prompt_eval_duration": int(1e9 * (first - reply.began)),
+        "eval_count": counts["completion"],
         "eval_duration": int(1e9 * (now - first)),
     }
 
 
-def moment() -> str:
-    """Return the present time as ollama writes it."""
-    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
-
-
 def loaded(model: str, said: Mapping[str, Any]) -> dict[str, Any]:
     """Return the answer to a request without a prompt."""
-    return {"model": model, "created_at": moment(), **said, "done": True, "done_reason": "load"}
+    return {"model": model, "created_at": moment(time.time()), **said, "done": True, "done_reason": "load"}
 
 
 class OllamaChat(ChatReply):
@@ -64,47 +64,32 @@ class OllamaChat(ChatReply):
     """Whether it is a text."""
 
     def said(self, content: str, thinking: str = "", calls: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
-        """Return the fields with a piece of the answer."""
+        """Return the line with a piece of the answer."""
         thoughts = {"thinking": thinking} if thinking else {}
         if self.plain:
-            return {"response": content, **thoughts}
+            return line(self, {"response": content, **thoughts})
         message = {"role": "assistant", "content": content, **thoughts}
-        return {"message": {**message, "tool_calls": list(calls)} if calls else message}
+        return line(self, {"message": {**message, "tool_calls": list(calls)} if calls else message})
 
     def body_of(self, choices: Sequence[Mapping[str, Any]]) -> Chunk:
         message = choices[0]["message"]
-        calls = _calls(message)
-        said = self.said(message["content"] or "", message.get("reasoning_content", ""), calls)
-        return {**self._line(said), **self._done(choices[0])}
+        said = self.said(message["content"] or "", message.get("reasoning_content", ""), _calls(message))
+        return {**said, **done(self, choices[0])}
 
     async def chunks(self, sources: Sequence[Source]) -> Chunks:
         last: Mapping[str, Any] = {}
-        begun = False
-        try:
-            async with aclosing(super().chunks(sources)) as stream:
-                async for chunk in stream:
-                    for choice in chunk["choices"]:
-                        last = choice
-                        content = choice["delta"].get("content") or ""
-                        thinking = choice["delta"].get("reasoning_content") or ""
-                        if content or thinking:
-                            begun = True
-                            yield self._line(self.said(content, thinking))
-            if calls := _calls(message_of(self._said)):
-                yield self._line(self.said("", calls=calls))
-        except Exception as error:
-            if not begun:
-                raise
-            yield ollama_body(noted(error, None))
-            return
-        yield {**self._line(self.said("")), **self._done(last)}
+        async with aclosing(self.choices(sources)) as stream:
+            async for last in stream:
+                content = last["delta"].get("content") or ""
+                thinking = last["delta"].get("reasoning_content") or ""
+                if content or thinking:
+                    yield self.said(content, thinking)
+        if calls := _calls(message_of(self._said)):
+            yield self.said("", calls=calls)
+        yield {**self.said(""), **done(self, last)}
 
-    def _line(self, said: Mapping[str, Any]) -> dict[str, Any]:
-        return {"model": self._head["model"], "created_at": moment(), **said, "done": False}
-
-    def _done(self, choice: Mapping[str, Any]) -> dict[str, Any]:
-        reason = "length" if choice.get("finish_reason") == "length" else "stop"
-        return {"done": True, "done_reason": reason, **times_of(self.outputs[0], self.usage, self._began)}
+    def failed(self, error: ApiError) -> Chunk:
+        return ollama_body(error)
 
 
 class OllamaText(OllamaChat):
@@ -119,24 +104,18 @@ class OllamaRaw(CompletionReply):
     stream_class = LineStream
 
     def body_of(self, choices: Sequence[Mapping[str, Any]]) -> Chunk:
-        return {**self._line(choices[0]["text"]), **self._done(choices[0])}
+        return {**line(self, {"response": choices[0]["text"]}), **done(self, choices[0])}
 
     async def chunks(self, sources: Sequence[Source]) -> Chunks:
         last: Mapping[str, Any] = {}
-        async with aclosing(super().chunks(sources)) as stream:
-            async for chunk in stream:
-                for choice in chunk["choices"]:
-                    last = choice
-                    if choice["text"]:
-                        yield self._line(choice["text"])
-        yield {**self._line(""), **self._done(last)}
+        async with aclosing(self.choices(sources)) as stream:
+            async for last in stream:
+                if last["text"]:
+                    yield line(self, {"response": last["text"]})
+        yield {**line(self, {"response": ""}), **done(self, last)}
 
-    def _line(self, text: str) -> dict[str, Any]:
-        return {"model": self._head["model"], "created_at": moment(), "response": text, "done": False}
-
-    def _done(self, choice: Mapping[str, Any]) -> dict[str, Any]:
-        reason = "length" if choice.get("finish_reason") == "length" else "stop"
-        return {"done": True, "done_reason": reason, **times_of(self.outputs[0], self.usage, self._began)}
+    def failed(self, error: ApiError) -> Chunk:
+        return ollama_body(error)
 
 
 def _calls(message: Mapping[str, Any]) -> list[dict[str, Any]]:

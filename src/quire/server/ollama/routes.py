@@ -9,8 +9,8 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from quire.server.http.bodies import BodyRoute, off_loop
-from quire.server.http.context import Context
-from quire.server.http.errors import OLLAMA, OllamaErrorBody, bad_field
+from quire.server.http.context import context_of
+from quire.server.http.errors import OLLAMA, OllamaErrorBody, bad_field, errors_as
 from quire.server.http.events import JsonAnswer
 from quire.server.ollama.body import (
     ChatBody,
@@ -28,17 +28,16 @@ from quire.server.openai.completions import answer_completion
 
 _ERRORS = {
     400: {"model": OllamaErrorBody, "description": "A body, or a value that this server does not take."},
-    "4XX": {"model": OllamaErrorBody, "description": "What was asked for cannot be had."},
-    "5XX": {"model": OllamaErrorBody, "description": "The server stops, or broke."},
+    **errors_as(OllamaErrorBody),
 }
 LINES: dict[int | str, dict[str, Any]] = {200: {"content": {"application/x-ndjson": {}}}}
-router = APIRouter(route_class=BodyRoute, prefix=OLLAMA, tags=["ollama"], responses=_ERRORS)  # type: ignore[arg-type]
+router = APIRouter(route_class=BodyRoute, prefix=OLLAMA, tags=["ollama"], responses=_ERRORS)
 
 
 @router.post("/chat", responses=LINES)
 async def chat(body: ChatBody, request: Request) -> Response:
     """Answer a conversation, in lines of JSON unless `stream` is false."""
-    context = _context(request)
+    context = context_of(request)
     if not body.messages:
         said = {"message": {"role": "assistant", "content": ""}}
         return JsonAnswer(loaded(model_of(context, body.model), said))
@@ -50,7 +49,7 @@ async def chat(body: ChatBody, request: Request) -> Response:
 async def generate(body: GenerateBody, request: Request) -> Response:
     """Answer a prompt as a chat of one message, continue it as it is (`raw`), or fill in the text
     before a `suffix`."""
-    context = _context(request)
+    context = context_of(request)
     if not body.prompt and not body.suffix:
         return JsonAnswer(loaded(model_of(context, body.model), {"response": ""}))
     if body.raw or body.suffix:
@@ -61,21 +60,21 @@ async def generate(body: GenerateBody, request: Request) -> Response:
 @router.get("/tags")
 async def tags(request: Request) -> Response:
     """List the model and its adapters."""
-    return JsonAnswer({"models": await listed(_context(request))})
+    return JsonAnswer({"models": await listed(context_of(request))})
 
 
 @router.get("/ps")
 async def running(request: Request) -> Response:
     """List what is in memory: the same, for as long as the server runs."""
-    models = await listed(_context(request))
-    more = {"expires_at": "9999-12-31T23:59:59Z", "context_length": _context(request).longest}
+    models = await listed(context_of(request))
+    more = {"expires_at": "9999-12-31T23:59:59Z", "context_length": context_of(request).longest}
     return JsonAnswer({"models": [{**one, "size_vram": one["size"], **more} for one in models]})
 
 
 @router.post("/show")
 async def show(body: ModelBody, request: Request) -> Response:
     """Describe a model."""
-    context, name = _context(request), body.model or body.name
+    context, name = context_of(request), body.model or body.name
     if name is None:
         raise bad_field("model", "model is needed: the name of a model, as /api/tags lists them")
     return JsonAnswer(described(context, model_of(context, name)))
@@ -92,8 +91,3 @@ async def version() -> Response:
 async def embed(request: Request) -> Response:
     """Refuse the call: the models that run here generate text."""
     raise bad_field("model", "embeddings: no model that this server can run has them", code="unsupported")
-
-
-def _context(request: Request) -> Context:
-    context: Context = request.app.state.context
-    return context

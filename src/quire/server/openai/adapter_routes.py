@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from fastapi import APIRouter, Request
@@ -14,7 +14,7 @@ from pydantic import BaseModel, StrictStr
 from quire.base.errors import AlreadyExists, QuireError
 from quire.models.catalogue import ADAPTER_FILES, ADAPTER_TEXTS, bundled_adapters
 from quire.server.http.bodies import BodyRoute, BoundedModel
-from quire.server.http.context import Context
+from quire.server.http.context import Context, context_of
 from quire.server.http.errors import ApiError, api_error, bad_field, hiding
 from quire.server.http.status import ModelCard, adapter_card
 
@@ -46,14 +46,14 @@ class Unloaded(BaseModel):
 @router.post("/v1/load_lora_adapter")
 async def load_adapter(request: Request, body: LoadAdapterRequest) -> ModelCard:
     """Load a bundled adapter or one from an allowed directory. Requests name it as their model."""
-    context: Context = request.app.state.context
+    context = context_of(request)
     name = body.lora_name
     if not name.strip() or not name.isprintable() or len(name) > MAX_NAME:
         raise bad_field("lora_name", f"lora_name must be 1 to {MAX_NAME} printable characters, got {name[:40]!r}")
     if name in context.base_names:
         raise api_error(AlreadyExists(f"{name!r} is the name of the base model; take another"), param="lora_name")
     path = await asyncio.to_thread(allowed_path, body.lora_path, context.settings.adapter_dir)
-    with await _place(context, request.state.owner):
+    async with _place(context, request.state.owner):
         try:
             with hiding(path, body.lora_path):
                 info = await context.llm.load_adapter(name, path)
@@ -63,8 +63,9 @@ async def load_adapter(request: Request, body: LoadAdapterRequest) -> ModelCard:
     return adapter_card(context, info)
 
 
-async def _place(context: Context, owner: str) -> AbstractContextManager[None]:
-    """Return a place for one more adapter of a key while it is loaded. Raise ``ApiError`` 429 if it
+@asynccontextmanager
+async def _place(context: Context, owner: str) -> AsyncIterator[None]:
+    """Hold a place for one more adapter of a key while it is loaded. Raise ``ApiError`` 429 if it
     has as many as it may have. Those of the start count for no key."""
     most = context.settings.max_adapters_per_key
     start = set() if owner else set(context.llm.config.adapters or ())
@@ -76,21 +77,16 @@ async def _place(context: Context, owner: str) -> AbstractContextManager[None]:
         )
         raise ApiError(429, message, param="lora_name", code="adapter_limit")
     context.loading[owner] += 1
-
-    @contextmanager
-    def place() -> Iterator[None]:
-        try:
-            yield
-        finally:
-            context.loading[owner] -= 1
-
-    return place()
+    try:
+        yield
+    finally:
+        context.loading[owner] -= 1
 
 
 @router.post("/v1/unload_lora_adapter")
 async def unload_adapter(request: Request, body: UnloadAdapterRequest) -> Unloaded:
     """Unload an adapter. 409 while requests or sessions use it."""
-    context: Context = request.app.state.context
+    context = context_of(request)
     try:
         await context.llm.unload_adapter(body.lora_name)
     except QuireError as error:

@@ -8,8 +8,9 @@ ends there.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,11 +18,8 @@ from numpy.typing import NDArray
 from quire.base.errors import QuireError
 from quire.base.token_history import common_prefix
 from quire.server.http.errors import bad_field
+from quire.server.openai.conversations import Conversation, Messages
 from quire.server.openai.hint_fields import MOST_MARKS, HintFields, lifetime
-
-Messages: TypeAlias = list[dict[str, Any]]
-Tools: TypeAlias = list[dict[str, Any]] | None
-Render: TypeAlias = Callable[[Messages, Tools], str]
 
 SIGN = "\ue000"
 """A character for private use, which no text has at these places."""
@@ -55,7 +53,10 @@ def without_marks(
         return rest
 
     kept: Messages = []
-    bare = [_bare_tool(tool, f"tools.{i}", plain) for i, tool in enumerate(tools)]
+    # A tool has its mark beside its function or inside of it.
+    bare = [
+        plain({**tool, "function": plain(tool["function"], f"tools.{i}")}, f"tools.{i}") for i, tool in enumerate(tools)
+    ]
     for number, message in enumerate(messages):
         path = f"messages.{number}"
         if isinstance(message.get("content"), list):
@@ -72,50 +73,30 @@ def pin_all(hints: HintFields, marks: Sequence[CacheMark]) -> None:
         hints.pin(mark.path, None, mark.seconds)
 
 
-def _bare_tool(tool: dict[str, Any], path: str, plain: Callable[[Any, str], Any]) -> dict[str, Any]:
-    """Return a tool without a mark, beside its function or inside of it."""
-    found: dict[str, Any] = plain({**tool, "function": plain(tool["function"], path)}, path)
-    return found
+def pin_at(
+    hints: HintFields,
+    mark: CacheMark,
+    chat: Conversation,
+    prompt: tuple[str, NDArray[np.int64]],
+    encode: Callable[[int], NDArray[np.int64]],
+) -> None:
+    """Turn a mark into a pin. ``prompt``: the rendered text and its tokens. ``encode`` returns the
+    tokens of the text's first characters."""
+    text, tokens = prompt
+    place: int | None = None
+    with suppress(QuireError):  # the template refuses the sign, or has no room for it
+        place = _place(mark, chat, text)
+    if place is None:
+        hints.refuse("pin", mark.path, "the chat template does not show where this ends")
+    elif count := common_prefix(encode(place), tokens):
+        hints.pin(mark.path, count, mark.seconds)
+    else:
+        hints.refuse("pin", mark.path, "no token of the prompt stands before it")
 
 
-@dataclass(frozen=True, slots=True)
-class MarkedHints:
-    """The hints of a chat, and the marks that are to become pins of them."""
-
-    hints: HintFields
-    marks: Sequence[CacheMark]
-
-    def find(
-        self,
-        messages: Messages,
-        tools: Tools,
-        render: Render,
-        prompt: tuple[str, NDArray[np.int64]],
-        encode: Callable[[int], NDArray[np.int64]],
-    ) -> None:
-        """Turn marks into pins. ``prompt``: the rendered text and its tokens. ``encode`` returns
-        those of the text's first characters."""
-        text, tokens = prompt
-        for mark in self.marks:
-            place = _place(mark, messages, tools, render, text)
-            if place is None:
-                self.hints.refuse("pin", mark.path, "the chat template does not show where this ends")
-                continue
-            if count := common_prefix(encode(place), tokens):
-                self.hints.pin(mark.path, count, mark.seconds)
-            else:
-                self.hints.refuse("pin", mark.path, "no token of the prompt stands before it")
-
-
-def _place(mark: CacheMark, messages: Messages, tools: Tools, render: Render, text: str) -> int | None:
+def _place(mark: CacheMark, chat: Conversation, text: str) -> int | None:
     """Return the number of characters of the prompt before a mark; None if it cannot be found."""
-    try:
-        return _shown(mark, messages, tools, render, text)
-    except QuireError:  # the template refuses the sign, or has no room for it
-        return None
-
-
-def _shown(mark: CacheMark, messages: Messages, tools: Tools, render: Render, text: str) -> int | None:
+    messages, tools = chat.messages, chat.tools
     kind, number, *part = mark.path.split(".")
     index = int(number)
     if kind == "tools":
@@ -126,7 +107,7 @@ def _shown(mark: CacheMark, messages: Messages, tools: Tools, render: Render, te
         described = {**tool, "function": {**function, "description": (function.get("description") or "") + SIGN}}
         # A template that writes the whole tool shows a last entry; others show the description.
         for signed in ({**tool, SIGN: ""}, described):
-            found = _common(render(messages, [*tools[:index], signed, *tools[index + 1 :]]), text)
+            found = _common(chat.prompt(messages, [*tools[:index], signed, *tools[index + 1 :]]), text)
             if found is not None:
                 return found
         return None
@@ -141,7 +122,9 @@ def _shown(mark: CacheMark, messages: Messages, tools: Tools, render: Render, te
         content = [*content[:at], {**content[at], "text": content[at]["text"] + SIGN}, *content[at + 1 :]]
     else:
         return None
-    return _common(render([*messages[:index], {**message, "content": content}, *messages[index + 1 :]], tools), text)
+    return _common(
+        chat.prompt([*messages[:index], {**message, "content": content}, *messages[index + 1 :]], tools), text
+    )
 
 
 def _common(signed: str, text: str) -> int | None:

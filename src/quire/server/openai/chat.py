@@ -17,14 +17,15 @@ from quire.base.outputs import RequestOutput
 from quire.base.sampling_params import SamplingParams
 from quire.base.segments import BlendParams, Segment
 from quire.server.http.bodies import BodyRoute, off_loop
-from quire.server.http.context import Context
+from quire.server.http.context import Context, context_of
 from quire.server.http.errors import ApiError, bad_field, naming
 from quire.server.http.events import STREAMED
-from quire.server.openai.blend_fields import EncodedPrompt, blend_of
-from quire.server.openai.cache_marks import CacheMark, MarkedHints, Messages, pin_all, without_marks
-from quire.server.openai.conversations import Conversation, check_variables, request_variables
+from quire.server.openai.cache_marks import CacheMark, pin_all, pin_at, without_marks
+from quire.server.openai.conversations import Conversation, Messages, check_variables, request_variables
 from quire.server.openai.generation import (
+    EncodedPrompt,
     asked_by,
+    blend_of,
     chat_defaults,
     check_form,
     check_number,
@@ -36,7 +37,7 @@ from quire.server.openai.generation import (
 from quire.server.openai.hint_fields import HintFields, for_prefetch, read_hints
 from quire.server.openai.logprobs import chat_logprobs, prompt_logprobs
 from quire.server.openai.protocol import ChatRequest, refuse_unsupported
-from quire.server.openai.replies import Reply, answer, answer_in_session, head_of, prefetch
+from quire.server.openai.replies import Reply, RunOptions, answer, answer_in_session, head_of, prefetch
 from quire.server.openai.reruns import Run
 from quire.server.sessions.streams import ClientSessionStream
 from quire.server.tools.choice import ToolChoice, calls_or_answer_form, forced_form
@@ -67,8 +68,9 @@ async def answer_chat(
     """Answer a chat. ``made`` makes the reply, a ``ChatReply`` by default. ``more``: characters of
     messages that are not in the request's own body."""
     asked = await _read(request, body)
-    answering = _answer_in_session if body.session_id is not None else _answer_history
-    return await answering(request, asked, made or ChatReply, more)
+    if body.session_id is not None:
+        return await _answer_in_session(request, asked, made or ChatReply)
+    return await _answer_history(request, asked, made or ChatReply, more)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,7 +95,7 @@ class _Asked:
 
 async def _read(request: Request, body: ChatRequest) -> _Asked:
     """Return the checked request. Raise ``ApiError``."""
-    context: Context = request.app.state.context
+    context = context_of(request)
     refuse_unsupported(body)
     check_variables(body.chat_template_kwargs)
     tokenizer = _tokenizer(context)
@@ -123,7 +125,7 @@ async def _read(request: Request, body: ChatRequest) -> _Asked:
     )
 
 
-async def _answer_in_session(request: Request, asked: _Asked, made: Callable[..., ChatReply], more: int) -> Response:
+async def _answer_in_session(request: Request, asked: _Asked, made: Callable[..., ChatReply]) -> Response:
     """Answer the new messages of a conversation that a session holds."""
     context, body, session_id = asked.context, asked.body, asked.body.session_id
     assert session_id is not None
@@ -131,7 +133,7 @@ async def _answer_in_session(request: Request, asked: _Asked, made: Callable[...
     with naming(asked.fields, "session_id"):
         inputs, template = _inputs(asked)
         begun = _begun(asked.tokenizer, template, inputs) if inputs.variables else None
-        format, params = _reading(context, asked.tokenizer, template, asked.params, asked.tools, begun)
+        format, params = _reading(asked, template, begun)
         # The template writes the wrappers of an answer's text itself, or refuses them.
         wrapped = format.harmony or (format.calls is not None and bool(format.calls.wrappers))
         whole, ids = inputs != TemplateInputs(), dict[int, str]()
@@ -151,14 +153,17 @@ async def _answer_in_session(request: Request, asked: _Asked, made: Callable[...
         reply.ids = ids
         reply.rerun = lambda message, output: source.session.prefetch_next_turn
         reply.hints = asked.hints
-        return await answer_in_session(request, reply, source)
+        return await answer_in_session(reply, source)
 
 
 def _inputs(asked: _Asked) -> tuple[TemplateInputs, str]:
     """Return the template's variables beside the messages of a session, and the template."""
-    body, tools = asked.body, asked.tools
-    template = select_template(asked.tokenizer.chat_templates, with_tools=tools.given is not None)
-    return TemplateInputs(tools=tools.shown, variables=request_variables(body, template)), template
+    template = _template(asked)
+    return TemplateInputs(tools=asked.tools.shown, variables=request_variables(asked.body, template)), template
+
+
+def _template(asked: _Asked) -> str:
+    return select_template(asked.tokenizer.chat_templates, with_tools=asked.tools.given is not None)
 
 
 def _begun(tokenizer: Tokenizer, template: str, inputs: TemplateInputs) -> str:
@@ -170,31 +175,35 @@ def _begun(tokenizer: Tokenizer, template: str, inputs: TemplateInputs) -> str:
 
 async def _answer_history(request: Request, asked: _Asked, made: Callable[..., ChatReply], more: int) -> Response:
     """Answer a conversation that the request brings as a whole."""
-    context, body, tools, blend = asked.context, asked.body, asked.tools, asked.blend
+    context, body, tools = asked.context, asked.body, asked.tools
     adapter = context.adapter_of(body.model)
     check_number(context, 1, asked.params.n)
     if tools.answer is not None:
         await check_form(context, request, tools.answer, "response_format")
-    with naming({}, "messages"):
-        template = select_template(asked.tokenizer.chat_templates, with_tools=tools.given is not None)
-    chat = Conversation.of(context, body, asked.tokenizer, template, tools.given, tools.allowed)
-    marked, size = MarkedHints(asked.hints, asked.marks), len(await request.body()) + more
-    wanted = None if blend is None else asked.segmented
+    chat = _conversation(asked)
     # The text is about as long as the body that it is made of.
-    prompt, unplaced, format, params = await in_texts(
-        context, request, size, lambda: _rendered(context, body, chat, tools, asked.params, marked, wanted)
-    )
+    size = len(await request.body()) + more
+    prompt, unplaced, format, params = await in_texts(context, request, size, lambda: _rendered(asked, chat))
     await check_prompts(context, request, [(prompt.ids, naming(asked.fields, "messages"))], params)
     reply = made(request, context, body, params, tools, format)
     reply.hints, reply.unplaced = asked.hints, unplaced
-    salt = context.salt(request.state.owner, body.cache_salt)
-    if blend is not None and chat.begun is not None:
+    options = RunOptions(
+        adapter=adapter, cache_salt=context.salt(request.state.owner, body.cache_salt), blend=asked.blend
+    )
+    if asked.blend is not None and chat.begun is not None:
         raise bad_field("continue_final_message", "continue_final_message and blend exclude each other; leave one out")
-    if blend is None and chat.begun is None:  # approximate state is of no use to a rerun
-        reply.rerun = partial(_rerun, context, chat, prompt, size, adapter=adapter, cache_salt=salt)
+    if asked.blend is None and chat.begun is None:  # approximate state is of no use to a rerun
+        reply.rerun = partial(_rerun, context, chat, prompt, size, options)
     if asked.prefetching:
-        return await prefetch(request, context, reply, [prompt.ids], blend, adapter=adapter, cache_salt=salt)
-    return await answer(request, context, reply, [prompt.given], params, blend, adapter=adapter, cache_salt=salt)
+        return await prefetch(reply, [prompt.ids], options)
+    return await answer(reply, [prompt.given], params, options)
+
+
+def _conversation(asked: _Asked) -> Conversation:
+    with naming({}, "messages"):
+        template = _template(asked)
+    tools = asked.tools
+    return Conversation.of(asked.context, asked.body, asked.tokenizer, template, tools.given, tools.allowed)
 
 
 def _rerun(
@@ -202,11 +211,9 @@ def _rerun(
     chat: Conversation,
     prompt: EncodedPrompt,
     size: int,
+    options: RunOptions,
     message: Mapping[str, Any],
     output: RequestOutput,
-    *,
-    adapter: str | None,
-    cache_salt: str | None,
 ) -> Run:
     """Return a function that runs a conversation of about ``size`` characters with its answer, as
     later prompts begin. It returns None where they begin with the tokens of the answer."""
@@ -217,8 +224,9 @@ def _rerun(
         history = await context.texts.run(size, lambda: chat.next_turn(message))
         if not parts_from(history, computed):
             return None
-        ids = history.tolist()
-        return await context.llm.prefetch(ids, adapter=adapter, cache_salt=cache_salt, only_idle=True, most=most)
+        return await context.llm.prefetch(
+            history.tolist(), adapter=options.adapter, cache_salt=options.cache_salt, only_idle=True, most=most
+        )
 
     return run
 
@@ -234,26 +242,15 @@ async def rendered_chat(request: Request, body: ChatRequest) -> str:
 
 
 async def _of_prompt(request: Request, body: ChatRequest, function: Callable[[SpelledTokens, str], T]) -> T:
-    context: Context = request.app.state.context
-    refuse_unsupported(body)
-    check_variables(body.chat_template_kwargs)
-    context.adapter_of(body.model)
-    tokenizer = _tokenizer(context)
-    given = [tool.model_dump(exclude_unset=True) for tool in body.tools or ()]
-    messages, listed, _ = await off_loop(request, lambda: without_marks(body.messages, given))
-    tools = ToolChoice.of(body, listed)
-    _params(context, body, tools)
-    with naming({}, "messages"):
-        template = select_template(tokenizer.chat_templates, with_tools=tools.given is not None)
-    bare = body.model_copy(update={"messages": messages})
-    chat = Conversation.of(context, bare, tokenizer, template, tools.given, tools.allowed)
+    asked = await _read(request, body)
+    asked.context.adapter_of(body.model)
+    chat = _conversation(asked)
 
     def run() -> T:
         with naming({}, "messages"):
-            asks = chat.begun is not None or body.add_generation_prompt is not False
-            return function(chat.texts, chat.render(chat.messages, chat.tools, asks=asks))
+            return function(chat.texts, chat.prompt(chat.messages, chat.tools))
 
-    return await in_texts(context, request, len(await request.body()), run)
+    return await in_texts(asked.context, request, len(await request.body()), run)
 
 
 def _tokenizer(context: Context) -> Tokenizer:
@@ -301,48 +298,40 @@ def _params(context: Context, body: ChatRequest, tools: ToolChoice) -> tuple[Sam
 
 
 def _rendered(
-    context: Context,
-    body: ChatRequest,
-    chat: Conversation,
-    tools: ToolChoice,
-    params: SamplingParams,
-    marked: MarkedHints,
-    segmented: Messages | None,
+    asked: _Asked, chat: Conversation
 ) -> tuple[EncodedPrompt, tuple[str, ...], MessageFormat, SamplingParams]:
     """Return the conversation as a prompt, the marked texts that are no segments of it
-    (``Blend.unplaced``), how its answer is read, and the parameters for that. ``segmented``: the
-    messages with marks; None: it is tokenised as a whole."""
+    (``Blend.unplaced``), how its answer is read, and the parameters for that. Without blending it
+    is tokenised as a whole."""
     with naming({}, "messages"):
-        render = partial(chat.render, asks=chat.begun is not None or body.add_generation_prompt is not False)
-        text = render(chat.messages, chat.tools)
+        text = chat.prompt(chat.messages, chat.tools)
         parts: Sequence[Segment | str] = [text]
         unplaced: tuple[str, ...] = ()
-        if segmented is not None:
-            _, texts = without_segments(chat.texts.messages(segmented))
-            parts, unplaced = cut_at_segments(text, chat.messages, texts, partial(render, tools=chat.tools))
+        if asked.blend is not None:
+            _, texts = without_segments(chat.texts.messages(asked.segmented))
+            parts, unplaced = cut_at_segments(text, chat.messages, texts, partial(chat.prompt, tools=chat.tools))
 
         def encode(count: int) -> EncodedPrompt:
-            return EncodedPrompt.rendered(chat.texts, first_of(parts, count))
+            return EncodedPrompt.of(first_of(parts, count), chat.texts.encode_part)
 
         prompt = encode(len(text))
-        marked.find(chat.messages, chat.tools, render, (text, prompt.ids), lambda count: encode(count).ids)
-        return prompt, unplaced, *_reading(context, chat.tokenizer, chat.template, params, tools, text)
+        for mark in asked.marks:
+            pin_at(asked.hints, mark, chat, (text, prompt.ids), lambda count: encode(count).ids)
+        return prompt, unplaced, *_reading(asked, chat.template, text)
 
 
-def _reading(
-    context: Context, tokenizer: Tokenizer, template: str, params: SamplingParams, tools: ToolChoice, prompt: str | None
-) -> tuple[MessageFormat, SamplingParams]:
+def _reading(asked: _Asked, template: str, prompt: str | None) -> tuple[MessageFormat, SamplingParams]:
     """Return the format of the answer, and the parameters for it. They keep special tokens in the
     text if the format has such tokens. A form holds behind the reasoning."""
-    format = _message_format(context, template, params, tools, prompt)
-    if tools.forced is not None:
-        params = params.replace(structured_outputs=forced_form(context, template, tools)[0])
+    format, params, tokenizer = _message_format(asked, template, prompt), asked.params, asked.tokenizer
+    if asked.tools.forced is not None:
+        params = params.replace(structured_outputs=forced_form(asked.context, template, asked.tools)[0])
     marks = [] if format.calls is None else [*format.calls.markers, *format.calls.wrappers]
     if format.reasoning is not None:
         marks += [format.reasoning.opener, format.reasoning.closer]
     if format.harmony:
         marks += MARKERS
-        params = _stopping(params, tokenizer, context)
+        params = _stopping(params, tokenizer, asked.context)
     special = tokenizer.token_bytes.special_ids
     if any(tokenizer.token_id(mark) in special for mark in marks):
         params = params.replace(skip_special_tokens=False)
@@ -357,10 +346,9 @@ def _reading(
     return format, params
 
 
-def _message_format(
-    context: Context, template: str, params: SamplingParams, tools: ToolChoice, prompt: str | None
-) -> MessageFormat:
+def _message_format(asked: _Asked, template: str, prompt: str | None) -> MessageFormat:
     """Return the format of the answer. ``prompt``: the rendered prompt, None if it is unknown."""
+    context, params, tools = asked.context, asked.params, asked.tools
     config, named = context.llm.model.config, context.settings.tool_call_parser
     harmony = is_harmony(template, named)
     # A grammar leaves no place for channels, but that of forced calls.
@@ -441,7 +429,6 @@ class ChatReply(Reply):
         self._readers: dict[int, MessageReader] = {}
         self._said: list[dict[str, Any]] = []
         """The deltas of the message, if there is one only."""
-        self._reruns = context.reruns
         self.rerun: Callable[[Mapping[str, Any], RequestOutput], Run] | None = None
         """What runs the conversation with this answer as later prompts begin."""
         self.ids: dict[int, str] | None = None
@@ -451,7 +438,7 @@ class ChatReply(Reply):
         samples = [sample for output in outputs for sample in output.outputs]
         message = message_of(self._said) if len(samples) == 1 and samples[0].finish_reason == "stop" else {}
         if self.rerun is not None and ("reasoning_content" in message or "tool_calls" in message):
-            self._reruns.add(self.rerun(message, outputs[0]))
+            self.context.reruns.add(self.rerun(message, outputs[0]))
 
     def choice(self, number: int, delta: SampleDelta) -> dict[str, Any]:
         reader = MessageReader(self._format, self.ids)

@@ -5,23 +5,29 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
 from fastapi import APIRouter, Request
+from numpy.typing import NDArray
 from starlette.responses import Response
 
 from quire.async_llm import SampleDelta
 from quire.base.sampling_params import SamplingParams
 from quire.base.segments import Segment
+from quire.engine.prompts import Text
 from quire.server.http.bodies import BodyRoute, check_count, off_loop
-from quire.server.http.context import Context
-from quire.server.http.errors import bad_field, naming
+from quire.server.http.context import Context, context_of
+from quire.server.http.errors import bad_field, naming, unsupported
 from quire.server.http.events import STREAMED
-from quire.server.openai.blend_fields import EncodedPrompt, Part, blend_of, contents
-from quire.server.openai.fill_fields import filling
 from quire.server.openai.generation import (
+    EncodedPrompt,
     Named,
+    Part,
     asked_by,
+    blend_of,
     check_number,
     check_prompts,
+    contents,
+    encode,
     ending,
     in_texts,
     sampling_params,
@@ -29,12 +35,14 @@ from quire.server.openai.generation import (
 from quire.server.openai.hint_fields import for_prefetch, read_hints
 from quire.server.openai.logprobs import Offsets, completion_logprobs, prompt_logprobs
 from quire.server.openai.protocol import CompletionRequest, refuse_unsupported
-from quire.server.openai.replies import Reply, answer, answer_in_session, head_of, prefetch
+from quire.server.openai.replies import Reply, RunOptions, answer, answer_in_session, head_of, prefetch
 from quire.server.sessions.streams import ClientSessionStream
+from quire.text.fill_middle import FillTokens
 
 router = APIRouter(route_class=BodyRoute)
 
 T = TypeVar("T")
+C = TypeVar("C", bound=CompletionRequest)
 
 
 @router.post("/v1/completions", tags=["OpenAI"], responses=STREAMED)
@@ -49,11 +57,11 @@ async def answer_completion(
     made: Callable[..., Reply] | None = None,
     *,
     prompts: list[Sequence[Part]] | None = None,
-    run: Callable[..., Awaitable[Response]] = answer,
+    run: Callable[[Reply, Sequence[Any], SamplingParams, RunOptions], Awaitable[Response]] = answer,
 ) -> Response:
     """Continue prompts: those of the body, or these ``prompts``. ``made`` makes the reply, a
     ``CompletionReply`` by default, and ``run`` runs the checked prompts."""
-    context: Context = request.app.state.context
+    context = context_of(request)
     refuse_unsupported(body)
     if body.echo and context.llm.tokenizer is None:
         raise bad_field("echo", "echo needs a tokenizer, and this model has none")
@@ -79,8 +87,12 @@ async def answer_completion(
             )
             continued = CompletionReply(request, context, body, given, params, [])
             continued.hints = hints
-            return await answer_in_session(request, continued, source)
-    adapter = context.adapter_of(body.model)
+            return await answer_in_session(continued, source)
+    options = RunOptions(
+        adapter=context.adapter_of(body.model),
+        cache_salt=context.salt(request.state.owner, body.cache_salt),
+        blend=blend,
+    )
     if prompts is None:
         prompts = await off_loop(request, lambda: _prompts(body.prompt))
     check_number(context, len(prompts), params.n)
@@ -89,11 +101,9 @@ async def answer_completion(
     await check_prompts(context, request, _named(encoded, fields), params)
     reply = (made or CompletionReply)(request, context, body, given, params, prompts)
     reply.hints = hints
-    salt = context.salt(request.state.owner, body.cache_salt)
     if prefetching:
-        return await prefetch(request, context, reply, encoded, blend, adapter=adapter, cache_salt=salt)
-    prepared = [one.given for one in found]
-    return await run(request, context, reply, prepared, params, blend, adapter=adapter, cache_salt=salt)
+        return await prefetch(reply, encoded, options)
+    return await run(reply, [one.given for one in found], params, options)
 
 
 def _params(
@@ -176,15 +186,41 @@ async def _encoded(
         with about:
             context.llm.engine.checks.text("".join(one for one in contents(prompt) if isinstance(one, str)))
 
+    def encoded(part: Text, first: bool) -> NDArray[np.int64]:
+        return encode(context.llm.tokenizer, part, inside=not first)
+
     def encode_all() -> list[EncodedPrompt]:
         found = []
         for prompt, about in _named(prompts, fields):
             with about:
-                found.append(EncodedPrompt.of(context.llm.tokenizer, prompt))
+                found.append(EncodedPrompt.of(prompt, encoded))
         return found
 
     size = sum(len(one) for prompt in prompts for one in contents(prompt))
     return await in_texts(context, request, size, encode_all)
+
+
+def filling(
+    context: Context, body: C, before: Any, after: str, field: str, others: Sequence[tuple[str, str]] = ()
+) -> tuple[C, list[int]]:
+    """Return a body that ends where the text between ``before`` and ``after`` ends, and the prompt
+    for that text. Raise ``ApiError`` 400, about a ``field``, for a model without the tokens."""
+    tokenizer = context.llm.tokenizer
+    tokens = FillTokens.of(tokenizer)
+    if tokens is None or tokenizer is None:
+        reason = (
+            "this model has no tokens for filling in the middle, such as <|fim_prefix|>; load a code model that has"
+        )
+        raise unsupported(field, reason)
+    if not isinstance(before, str):
+        raise bad_field("prompt", f"prompt must be one text beside {field}, got {before!r:.60}")
+    for name in ("session_id", "echo", "blend"):
+        if getattr(body, name):
+            raise bad_field(name, f"{name} cannot be given with {field}; leave one of them out")
+    with naming({}, "prompt"):
+        context.llm.engine.checks.text("".join([*(text for pair in others for text in pair), before, after]))
+    stops = [*body.sampling()[0].get("stop_token_ids", ()), *tokens.ends]
+    return body.model_copy(update={"stop_token_ids": stops or None}), tokens.prompt(tokenizer, before, after, others)
 
 
 class CompletionReply(Reply):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.server.http.context import Context
-from quire.server.http.errors import bad_field, naming
-from quire.server.openai.cache_marks import Messages, Tools
+from quire.server.http.errors import bad_field, naming, unsupported
 from quire.server.openai.protocol import ChatRequest, Reasoning
 from quire.server.tools.harmony import is_harmony
 from quire.server.tools.reasoning import reasoning_for
@@ -20,6 +19,9 @@ from quire.text.chat_rendering import render_chat, variables_of
 from quire.text.long_texts import TextLimit
 from quire.text.spelled_tokens import SpelledTokens
 from quire.text.tokenizer import Tokenizer
+
+Messages: TypeAlias = list[dict[str, Any]]
+Tools: TypeAlias = list[dict[str, Any]] | None
 
 SWITCHES = ("enable_thinking", "thinking")
 """Variables that templates switch reasoning by; the first one that a template reads counts."""
@@ -54,6 +56,8 @@ class Conversation:
     """Names of the tools that the template sees; None: all."""
     begun: str | None = None
     """The beginning of the answer, in ``texts``' form, which the model is to go on with."""
+    asks: bool = True
+    """Whether the prompt ends where the model is to answer."""
 
     @classmethod
     def of(
@@ -84,11 +88,16 @@ class Conversation:
             template=template,
             messages=messages,
             begun=begun,
+            asks=begun is not None or body.add_generation_prompt is not False,
             tools=tools,
             variables=variables,
             text_limit=context.llm.engine.checks.text_limit,
             allowed=allowed,
         )
+
+    def prompt(self, messages: Sequence[Mapping[str, Any]], tools: Tools) -> str:
+        """Return the text of a prompt, for ``texts`` to tokenise."""
+        return self.render(messages, tools, asks=self.asks)
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Tools, *, asks: bool) -> str:
         """Return the text of messages, for ``texts`` to tokenise. ``asks``: it ends where the model
@@ -151,7 +160,7 @@ def request_variables(body: ChatRequest, template: str) -> dict[str, Any]:
     if body.documents is not None:
         with naming({}, "messages"):
             if body.documents and "documents" not in variables_of(template):
-                raise _unread("documents", "this model's chat template reads no documents; put them into a message")
+                raise unsupported("documents", "this model's chat template reads no documents; put them into a message")
         found["documents"] = body.documents
     return found
 
@@ -174,17 +183,17 @@ def thinking_variables(body: ChatRequest, template: str) -> dict[str, Any]:
             found["reasoning_effort"] = effort
         elif effort != "none":
             use = "give 'none', which switches it off, or leave it out" if switches else "leave it out"
-            raise _unread(where, f"this model's chat template knows no effort of reasoning; {use}")
+            raise unsupported(where, f"this model's chat template knows no effort of reasoning; {use}")
         elif switch is None:
             switch = False
         elif switch:
-            raise _unread(where, f'{where} "none" and enable_thinking true exclude each other; give one of them')
+            raise unsupported(where, f'{where} "none" and enable_thinking true exclude each other; give one of them')
     if switch is not None:
         if switches:
             found[switches[0]] = switch
         elif switch != (reasoning_for(template) is not None):
             where = "enable_thinking" if reasoning.enabled is None else "reasoning.enabled"
-            raise _unread(
+            raise unsupported(
                 where, f"this model's chat template {'never' if switch else 'always'} lets it think; leave it out"
             )
     return found
@@ -195,7 +204,3 @@ def _one(name: str, value: T | None, other: str, same: T | None) -> T | None:
     if value is not None and same is not None and value != same:
         raise bad_field(name, f"{name} is {value!r} and {other} {same!r}, which are the same; give one of them")
     return same if value is None else value
-
-
-def _unread(name: str, reason: str) -> Exception:
-    return bad_field(name, f"{name} is not supported: {reason}", code="unsupported_parameter")

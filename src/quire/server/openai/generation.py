@@ -10,7 +10,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -24,6 +24,8 @@ from quire.async_llm.stream import PromptProgress
 from quire.base.errors import Cancelled, InvalidArgument
 from quire.base.outputs import CompletionOutput, FinishReason, Miss, RequestOutput, Reuse
 from quire.base.sampling_params import SamplingParams, StructuredOutputs
+from quire.base.segments import BlendParams, Segment
+from quire.engine.prompts import Text
 from quire.server.http.context import Context
 from quire.server.http.errors import bad_field, naming
 from quire.server.http.events import unless_gone
@@ -45,6 +47,10 @@ MAX_DIGITS = 20
 """Most digits of a key of ``logit_bias``; more than any token id has."""
 
 T = TypeVar("T")
+Part: TypeAlias = Segment | Text
+"""A piece of a prompt: text or token ids, perhaps as a segment."""
+BLEND_NAMES = {one.name: f"blend.{one.name}" for one in fields(BlendParams)}
+"""The body's names of the parameters of blending."""
 Named: TypeAlias = AbstractContextManager[None]
 """A context of ``errors.naming``."""
 
@@ -147,6 +153,33 @@ def form_of(format: ResponseFormat | None) -> StructuredOutputs | None:
         return StructuredOutputs(json_object=True) if schema is None else StructuredOutputs(json=schema)
 
 
+def blend_of(context: Context, body: GenerationBody) -> BlendParams | None:
+    """Return the blending of a body's prompts; None for none. Raise ``ApiError`` 400 as
+    ``read_blend`` does, and in a session."""
+    params = read_blend(context, body.blend)
+    if params is not None and body.session_id is not None:
+        raise bad_field("blend", "blend cannot be given with session_id; POST /v1/sessions/{id}/edit has a mode for it")
+    return params
+
+
+def read_blend(context: Context, given: Any) -> BlendParams | None:
+    """Return the parameters of a field ``blend``. Raise ``ApiError`` 400 for a wrong value, and for
+    a model that cannot be blended."""
+    if given is None or given is False:
+        return None
+    given = {} if given is True else given
+    if not isinstance(given, dict):
+        raise bad_field(
+            "blend", f"blend must be true, false or an object with {', '.join(BLEND_NAMES)}, got {given!r:.60}"
+        )
+    for name in given:
+        if name not in BLEND_NAMES:
+            raise bad_field(f"blend.{name[:60]}", f"blend may hold {', '.join(BLEND_NAMES)}, got {name!r:.60}")
+    with naming({"blend": "blend", **BLEND_NAMES}):
+        params = BlendParams(**{name: value for name, value in given.items() if value is not None})
+        return context.llm.engine.blending.checked(params)
+
+
 # -- prompts ---------------------------------------------------------------------------------------
 
 
@@ -178,6 +211,29 @@ def encode(tokenizer: Tokenizer | None, prompt: str | Sequence[int], *, inside: 
     if tokenizer is None:
         raise InvalidArgument("the text cannot be tokenised, for this model has no tokenizer; give token ids")
     return np.array(tokenizer.encode_inside(prompt) if inside else tokenizer.encode(prompt), dtype=np.int64)
+
+
+def contents(parts: Sequence[Part]) -> list[Text]:
+    """Return parts without marks."""
+    return [part.content if isinstance(part, Segment) else part for part in parts]
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPrompt:
+    """A prompt as token ids."""
+
+    ids: NDArray[np.int64]
+    given: Any
+    """What ``AsyncLLM.generate`` takes."""
+
+    @classmethod
+    def of(cls, parts: Sequence[Part], encoded: Callable[[Any, bool], NDArray[np.int64]]) -> EncodedPrompt:
+        """Return a prompt whose parts ``encoded`` turns into ids, each by itself. It is told which
+        part is the first one."""
+        ids: list[Any] = [encoded(content, not number) for number, content in enumerate(contents(parts))]
+        pieces = [Segment(one) if isinstance(part, Segment) else one for part, one in zip(parts, ids, strict=True)]
+        whole = np.concatenate(ids)
+        return cls(whole, pieces if any(isinstance(part, Segment) for part in parts) else whole)
 
 
 async def check_prompts(
@@ -305,22 +361,16 @@ def ending(reason: FinishReason | None, stop_reason: str | int | None) -> dict[s
     return {"finish_reason": reason, "stop_reason": stop_reason if reason == "stop" else None}
 
 
-def reuse_body(outputs: Iterable[RequestOutput], *, alone: bool) -> dict[str, Any]:
-    """Return the report of reuse. For several prompts it has the sums, and each prompt under
-    ``prompts``. Without ``alone`` other clients share the cache, and their part is left out."""
-    found = [output.reuse if alone else of_shared(output.reuse) for output in outputs]
-    bodies = [reuse.as_dict() for reuse in found]
-    if len(bodies) == 1:
-        return bodies[0]
+def summed(reports: Sequence[dict[str, Any]], names: Sequence[str]) -> dict[str, Any]:
+    """Return the report of one prompt. For several prompts it has the sums of what ``names`` name,
+    and each prompt under ``prompts``."""
+    if len(reports) == 1:
+        return reports[0]
     by_tier: Counter[str] = Counter()
-    for reuse in found:
-        by_tier.update(reuse.by_tier)
-    return {
-        "cached": sum(reuse.cached for reuse in found),
-        "by_tier": dict(by_tier),
-        "replayed": sum(reuse.replayed for reuse in found),
-        "prompts": bodies,
-    }
+    for report in reports:
+        by_tier.update(report["by_tier"])
+    sums = {name: sum(report[name] for report in reports) for name in names}
+    return {**sums, "by_tier": dict(by_tier), "prompts": reports}
 
 
 def of_shared(reuse: Reuse) -> Reuse:
@@ -330,27 +380,12 @@ def of_shared(reuse: Reuse) -> Reuse:
     return replace(reuse, quote="")
 
 
-class Usage:
-    """The numbers of tokens of one request, over all of its prompts."""
-
-    def __init__(self) -> None:
-        self.tokens: Counter[str] = Counter()
-        """The numbers by their names in the log: prompt, cached, completion."""
-
-    def begin(self, output: RequestOutput) -> None:
-        """Count a prompt."""
-        self.tokens.update(prompt=len(output.prompt_token_ids), cached=output.num_cached_tokens, completion=0)
-
-    def add(self, count: int) -> None:
-        """Count generated tokens."""
-        self.tokens["completion"] += count
-
-    def body(self) -> dict[str, Any]:
-        """Return OpenAI's ``usage`` object."""
-        prompt, completion = self.tokens["prompt"], self.tokens["completion"]
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": self.tokens["cached"]},
-        }
+def usage_body(tokens: Mapping[str, int]) -> dict[str, Any]:
+    """Return OpenAI's ``usage`` object."""
+    prompt, completion = tokens["prompt"], tokens["completion"]
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": tokens["cached"]},
+    }

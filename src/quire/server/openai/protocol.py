@@ -11,70 +11,45 @@ from collections.abc import Callable, Collection
 from types import UnionType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import ConfigDict, Field, TypeAdapter, WithJsonSchema, create_model
+from pydantic import ConfigDict, Field, GetJsonSchemaHandler, TypeAdapter, create_model
+from pydantic_core import CoreSchema
 
 from quire.base.sampling_fields import Surface, declarations_on
 from quire.base.sampling_params import SamplingParams
 from quire.base.segments import BlendParams
 from quire.server.http.bodies import BoundedModel
-from quire.server.http.errors import bad_field
+from quire.server.http.errors import bad_field, unsupported
 from quire.server.http.foreign_fields import Table, asks_nothing, refused_in, rename
 
-_TEXT = {"type": "string"}
-_IDS = {"type": "array", "items": {"type": "integer"}}
 
-_PART = {
-    "type": "object",
-    "properties": {"type": {"const": "text"}, "text": _TEXT, "tokens": _IDS, "segment": {"type": "boolean"}},
-    "additionalProperties": False,
-}
+class ShownAs:
+    """The description of a field that pydantic does not check, for ``/openapi.json``."""
 
-Prompt = Annotated[
-    Any, WithJsonSchema({"anyOf": [_TEXT, _IDS, *({"type": "array", "items": one} for one in (_TEXT, _IDS, _PART))]})
-]
-Blending = Annotated[
-    Any, WithJsonSchema({"anyOf": [{"type": "boolean"}, TypeAdapter(BlendParams).json_schema(), {"type": "null"}]})
-]
-GuidedJson = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "object"}, _TEXT, {"type": "null"}]})]
-_NAMED = {
-    "type": "object",
-    "properties": {
-        "type": {"const": "function"},
-        "function": {"type": "object", "properties": {"name": _TEXT}, "required": ["name"]},
-    },
-    "required": ["type", "function"],
-}
-_ALLOWED = {
-    "type": "object",
-    "properties": {
-        "mode": {"type": "string", "enum": ["auto", "required"]},
-        "tools": {"type": "array", "items": _NAMED, "minItems": 1},
-    },
-    "required": ["mode", "tools"],
-}
-ToolChoice = Annotated[
-    Any,
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string", "enum": ["none", "auto", "required"]},
-                _NAMED,
-                {
-                    "type": "object",
-                    "properties": {"type": {"const": "allowed_tools"}, "allowed_tools": _ALLOWED},
-                    "required": ["type", "allowed_tools"],
-                },
-                {"type": "null"},
-            ]
-        }
-    ),
-]
+    def __init__(self, kind: Any) -> None:
+        self._adapter = TypeAdapter[Any](kind)
+
+    def __get_pydantic_json_schema__(self, _: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return handler(self._adapter.core_schema)
 
 
 class Body(BoundedModel):
     """A body that keeps unknown fields for ``refuse_unsupported``."""
 
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
+
+
+class PromptPart(Body):
+    type: Literal["text"] = "text"
+    text: str = ""
+    tokens: list[int] = Field(default_factory=list)
+    segment: bool = False
+
+    model_config = ConfigDict(extra="forbid")
+
+
+Prompt = Annotated[Any, ShownAs(str | list[int] | list[str] | list[list[int]] | list[PromptPart])]
+Blending = Annotated[Any, ShownAs(bool | BlendParams | None)]
+GuidedJson = Annotated[Any, ShownAs(dict[str, Any] | str | None)]
 
 
 class ParamsBody(Body):
@@ -113,7 +88,7 @@ def takes_sampling(surface: Surface, without: Collection[str] = ()) -> Callable[
                 kind = Annotated[found.kind.json, described] | None
             if isinstance(found.kind.json, UnionType):
                 # pydantic's errors name the branches; ``SamplingParams`` refuses in one sentence.
-                kind = Annotated[Any, WithJsonSchema(TypeAdapter(kind).json_schema())]
+                kind = Annotated[Any, ShownAs(kind)]
             fields[name] = (kind, Field(default=None, description=found.help))
         made = create_model(body.__name__, __base__=body, __module__=body.__module__, __doc__=body.__doc__, **fields)
         made.surface = surface
@@ -273,6 +248,25 @@ class Tool(Body):
     function: Function
 
 
+class NamedFunction(Body):
+    name: str
+
+
+class NamedTool(Body):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class AllowedFunctions(Body):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1)]
+
+
+class AllowedChoice(Body):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedFunctions
+
+
 class Reasoning(Body):
     effort: str | None = None
     enabled: bool | None = None
@@ -289,7 +283,7 @@ class ChatRequest(GenerationBody):
     logprobs: bool | None = None
     """Return log-probabilities of the tokens, and of ``top_logprobs`` others."""
     tools: list[Tool] | None = None
-    tool_choice: ToolChoice = None
+    tool_choice: Annotated[Any, ShownAs(Literal["none", "auto", "required"] | NamedTool | AllowedChoice | None)] = None
     parallel_tool_calls: bool | None = None
     """False: at most one call."""
     reasoning_effort: str | None = None
@@ -329,8 +323,4 @@ def refuse_unsupported(body: GenerationBody) -> None:
         if not body.stream:
             raise bad_field("stream_options", "stream_options is for requests with stream=true")
         if (options.model_extra or {}).get("include_obfuscation"):
-            raise bad_field(
-                "stream_options.include_obfuscation",
-                "stream_options.include_obfuscation is not supported: leave it out",
-                code="unsupported_parameter",
-            )
+            raise unsupported("stream_options.include_obfuscation", "leave it out")

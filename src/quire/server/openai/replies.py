@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -26,19 +27,19 @@ from quire.base.outputs import CompletionOutput, RequestOutput
 from quire.base.sampling_params import SamplingParams
 from quire.base.segments import BlendParams
 from quire.server.http.context import Context
-from quire.server.http.errors import bad_field
+from quire.server.http.errors import ApiError, bad_field
 from quire.server.http.events import Chunk, Chunks, EventStream, JsonAnswer, unless_gone
 from quire.server.http.sites import page_reads_only
-from quire.server.openai.blend_fields import blend_body
-from quire.server.openai.generation import Source, Usage, deltas, finished, reuse_body, whole, with_progress
+from quire.server.openai.generation import Source, deltas, finished, of_shared, summed, usage_body, whole, with_progress
 from quire.server.openai.hint_fields import HintFields
 from quire.server.openai.protocol import GenerationBody, StreamOptions
-from quire.server.openai.timings import progress_of, timings_of
 from quire.server.sessions.bodies import ContinueBody
 from quire.server.sessions.streams import ClientSessionStream
 
 LONG_ANSWER = 1024
 """Tokens of prompts and samples beyond which a worker thread writes the answer."""
+NOTHING = CompletionOutput(index=0, text="", token_ids=[], finish_reason="length")
+"""The sample of a request for no tokens."""
 
 
 class Reply(ABC):
@@ -49,27 +50,31 @@ class Reply(ABC):
     chunk_object: ClassVar[str]
     stream_class: ClassVar[type[EventStream]] = EventStream
     """How chunks are sent."""
-    named_events: ClassVar[bool] = False
-    """Whether the events of a stream have names: its chunks' types."""
 
     def __init__(self, request: Request, context: Context, body: GenerationBody | ContinueBody, **head: Any) -> None:
         """Begin the answer. ``head``: what it says of itself besides its id, kind and time."""
+        self.request = request
+        self.context = context
         self.hints = HintFields()
         self.unplaced: tuple[str, ...] = ()
         """``Blend.unplaced``."""
         self.tokenizer = context.llm.tokenizer
         self.outputs: dict[int, RequestOutput] = {}
-        self.usage = Usage()
+        self.tokens: Counter[str] = Counter()
+        """Tokens of all prompts by their names in the log: prompt, cached, completion."""
+        self.report: dict[str, Any] = {}
+        """The reports of a stream's last chunk, noted by ``choices``."""
+        self.model = body.model or context.model_name
         self._alone = not (context.settings.share_prefix_cache and request.state.owner)
         """Whether no other client has a part in the prefix cache that its prompts see."""
-        request.state.tokens = self.usage.tokens
+        request.state.tokens = self.tokens
         self.stream = bool(body.stream)
         asked = body if isinstance(body, GenerationBody) else None
         self.tells_progress = asked is not None and self.stream and bool(asked.return_progress)
         """Whether chunks tell how far the prompt is."""
         self._timed = asked is not None and (asked.return_progress or asked.timings_per_token is not None)
         self._timed_chunks = asked is not None and bool(asked.timings_per_token)
-        self._began = time.monotonic()
+        self.began = time.monotonic()
         options = body.stream_options or StreamOptions()
         self._with_usage = bool(options.include_usage)
         self._running_usage = bool(options.continuous_usage_stats)
@@ -94,7 +99,7 @@ class Reply(ABC):
 
     def begin(self, number: int, output: RequestOutput) -> None:
         """Count prompt ``number``, and take its output after the prompt was run."""
-        self.usage.begin(output)
+        self.tokens.update(prompt=len(output.prompt_token_ids), cached=output.num_cached_tokens, completion=0)
         self.outputs[number] = output
 
     def at_once(self, outputs: Sequence[RequestOutput]) -> Chunk:
@@ -106,16 +111,28 @@ class Reply(ABC):
                 if sample.finish_reason == "error":
                     raise sample.failure or QuireError(sample.error or "the request failed")
                 delta = whole(sample)
-                self.usage.add(self.count(delta))
+                self.tokens["completion"] += self.count(delta)
                 choices.append(self.choice(number, delta))
         return self.body_of(choices)
 
     def body_of(self, choices: Sequence[Mapping[str, Any]]) -> Chunk:
         """Return the body of an answer that is sent at once."""
-        return {**self._head, "choices": choices, "usage": self.usage.body(), **self.quire(list(self.outputs.values()))}
+        return {
+            **self._head,
+            "choices": choices,
+            "usage": usage_body(self.tokens),
+            **self.quire(list(self.outputs.values())),
+        }
 
     def ended(self, outputs: Sequence[RequestOutput]) -> None:  # noqa: B027 - only chats act on it
         """Record the answer as complete. Runs on the event loop."""
+
+    async def keep(self) -> None:  # noqa: B027 - only responses are kept
+        """Store the finished answer, if it is one that later requests may name."""
+
+    def failed(self, error: ApiError) -> Chunk:
+        """Return the last chunk of a stream that an error ended."""
+        return error.body
 
     def quire(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """Return the reports beside the usage that OpenAI does not have: reuse and blending of the
@@ -123,9 +140,11 @@ class Reply(ABC):
         for."""
         found: dict[str, Any] = {}
         if ran := [self.outputs[number] for number in sorted(self.outputs)]:
-            found["reuse"] = reuse_body(ran, alone=self._alone)
+            reuses = [output.reuse if self._alone else of_shared(output.reuse) for output in ran]
+            found["reuse"] = summed([one.as_dict() for one in reuses], ("cached", "replayed"))
         if blends := [output.blend for output in outputs if output.blend is not None]:
-            found["blend"] = blend_body([replace(one, unplaced=self.unplaced) for one in blends])
+            reports = [replace(one, unplaced=self.unplaced).as_dict() for one in blends]
+            found["blend"] = summed(reports, ("blended", "recomputed", "exact"))
         if counts := [output.speculation for output in outputs if output.speculation is not None]:
             found["speculation"] = sum(counts[1:], counts[0]).as_dict()
         if hints := self.hints.answers(dict(zip(sorted(self.outputs), outputs, strict=True))):
@@ -137,17 +156,19 @@ class Reply(ABC):
         head = {**self._head, "object": self.chunk_object}
         # What was reused, and done with hints, is known at the end, and goes with the last chunk.
         held: Chunk | None = None
+        found: AsyncGenerator[tuple[int, SampleDelta] | PromptProgress, None]
+        found = with_progress(sources) if self.tells_progress else deltas(sources)
         try:
-            async with aclosing(self._deltas(sources)) as stream:
+            async with aclosing(found) as stream:
                 async for item in stream:
                     if isinstance(item, PromptProgress):
-                        yield {**head, "choices": [], "prompt_progress": progress_of(item, began=self._began)}
+                        yield {**head, "choices": [], "prompt_progress": progress_of(item, began=self.began)}
                         continue
                     number, delta = item
                     # A session of a batch may have failed before its prompt was run.
                     if number not in self.outputs and delta.finish_reason != "error":
                         self.begin(number, sources[number].output)
-                    self.usage.add(self.count(delta))
+                    self.tokens["completion"] += self.count(delta)
                     for choice in self.chunk_choices(number, delta):
                         if held is not None:
                             yield held
@@ -164,25 +185,33 @@ class Reply(ABC):
         if held is not None:
             yield {**held, **self.quire(outputs)}
         if self._with_usage:
-            yield {**head, "choices": [], "usage": self.usage.body(), **self.quire(outputs)}
+            yield {**head, "choices": [], "usage": usage_body(self.tokens), **self.quire(outputs)}
 
-    def _deltas(self, sources: Sequence[Source]) -> AsyncGenerator[tuple[int, SampleDelta] | PromptProgress, None]:
-        return with_progress(sources) if self.tells_progress else deltas(sources)
+    async def choices(self, sources: Sequence[Source]) -> AsyncGenerator[Mapping[str, Any], None]:
+        """Yield the choices of all chunks, for answers that are said in another form."""
+        async with aclosing(Reply.chunks(self, sources)) as stream:
+            async for chunk in stream:
+                if "quire" in chunk:
+                    self.report = {"quire": chunk["quire"]}
+                for choice in chunk["choices"]:
+                    yield choice
+
+    def stream_of(self, sources: Sequence[Source]) -> Response:
+        """Return the answer that is sent as it comes."""
+        return self.stream_class(self.chunks(sources), sources, self.failed)
 
     def _usage_of_chunk(self) -> dict[str, Any]:
         timings = self._timings(self._timed_chunks)
         if self._running_usage:
-            return {"usage": self.usage.body(), **timings}
+            return {"usage": usage_body(self.tokens), **timings}
         return {"usage": None, **timings} if self._with_usage else timings
 
     def _timings(self, asked: bool | None) -> dict[str, Any]:
         """Return ``timings`` of a prompt that is alone."""
         if not asked or [*self.outputs] != [0]:
             return {}
-        tokens = self.usage.tokens
-        return {
-            "timings": timings_of(self.outputs[0], tokens["completion"], cached=tokens["cached"], began=self._began)
-        }
+        tokens = self.tokens
+        return {"timings": timings_of(self.outputs[0], tokens["completion"], cached=tokens["cached"], began=self.began)}
 
 
 def head_of(context: Context, body: GenerationBody) -> dict[str, Any]:
@@ -191,67 +220,61 @@ def head_of(context: Context, body: GenerationBody) -> dict[str, Any]:
     return {"model": body.model or context.model_name, **session, "system_fingerprint": None}
 
 
-async def answer(
-    request: Request,
-    context: Context,
-    reply: Reply,
-    prompts: Sequence[Any],
-    params: SamplingParams,
-    blend: BlendParams | None,
-    *,
-    adapter: str | None,
-    cache_salt: str | None,
-) -> Response:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunOptions:
+    """How the prompts of a request run."""
+
+    adapter: str | None
+    cache_salt: str | None
+    """As ``Context.salt`` returns it."""
+    blend: BlendParams | None
+
+
+async def answer(reply: Reply, prompts: Sequence[Any], params: SamplingParams, options: RunOptions) -> Response:
     """Run checked prompts, each an array of token ids or parts of it, for a client that may go
-    away. ``cache_salt`` is from ``Context.salt``."""
-    llm, hints = context.llm, reply.hints.hints
+    away."""
+    llm = reply.context.llm
+    keywords: dict[str, Any] = {
+        "adapter": options.adapter,
+        "cache_salt": options.cache_salt,
+        "blend": options.blend,
+        "hints": reply.hints.hints,
+    }
     if reply.stream:
-        sources = [
-            llm.stream(prompt, params, adapter=adapter, cache_salt=cache_salt, hints=hints, blend=blend)
-            for prompt in prompts
-        ]
-        return reply.stream_class(reply.chunks(sources), sources, named=reply.named_events)
-    outputs = llm.generate(list(prompts), params, adapter=adapter, cache_salt=cache_salt, hints=hints, blend=blend)
-    return await _whole(reply, await unless_gone(request, outputs))
+        return reply.stream_of([llm.stream(prompt, params, **keywords) for prompt in prompts])
+    return await _whole(reply, await unless_gone(reply.request, llm.generate(list(prompts), params, **keywords)))
 
 
-async def prefetch(
-    request: Request,
-    context: Context,
-    reply: Reply,
-    prompts: Sequence[NDArray[np.int64]],
-    blend: BlendParams | None,
-    *,
-    adapter: str | None,
-    cache_salt: str | None,
-) -> Response:
+async def prefetch(reply: Reply, prompts: Sequence[NDArray[np.int64]], options: RunOptions) -> Response:
     """Bring checked prompts into the pool, and answer without a token."""
-    if blend is not None:
+    if options.blend is not None:
         raise bad_field(
             "blend", "a prefetch computes the prompt in full; leave blend out, or send segments to /v1/warm"
         )
     outputs = []
     for prompt in prompts:
-        run = context.llm.prefetch(prompt.tolist(), adapter=adapter, cache_salt=cache_salt, hints=reply.hints.hints)
-        nothing = CompletionOutput(index=0, text="", token_ids=[], finish_reason="length")
-        outputs.append(replace(await unless_gone(request, run), prompt_token_ids=prompt.tolist(), outputs=[nothing]))
+        run = reply.context.llm.prefetch(
+            prompt.tolist(), adapter=options.adapter, cache_salt=options.cache_salt, hints=reply.hints.hints
+        )
+        output = await unless_gone(reply.request, run)
+        outputs.append(replace(output, prompt_token_ids=prompt.tolist(), outputs=[NOTHING]))
     return JsonAnswer(reply.at_once(outputs))
 
 
-async def answer_in_session(request: Request, reply: Reply, source: ClientSessionStream) -> Response:
+async def answer_in_session(reply: Reply, source: ClientSessionStream) -> Response:
     """Continue a session for such a client. The session refuses with its first delta."""
-    if request.state.reads_only:
+    if reply.request.state.reads_only:
         raise page_reads_only()
     if reply.stream:
         try:
             # A first chunk about the prompt comes when the session has raised all its refusals.
             if not reply.tells_progress:
-                await unless_gone(request, source.begin())
+                await unless_gone(reply.request, source.begin())
         except BaseException:
             await source.aclose()
             raise
-        return reply.stream_class(reply.chunks([source]), [source])
-    return await _whole(reply, [await unless_gone(request, finished(source))])
+        return reply.stream_of([source])
+    return await _whole(reply, [await unless_gone(reply.request, finished(source))])
 
 
 async def _whole(reply: Reply, outputs: Sequence[RequestOutput]) -> Response:
@@ -265,4 +288,36 @@ async def _whole(reply: Reply, outputs: Sequence[RequestOutput]) -> Response:
     )
     written = write() if size <= LONG_ANSWER else await asyncio.to_thread(write)
     reply.ended(outputs)
+    await reply.keep()
     return written
+
+
+# -- llama-server's timings -----------------------------------------------------------------------
+
+
+def timings_of(output: RequestOutput, tokens: int, *, cached: int, began: float) -> dict[str, Any]:
+    """Return ``timings``: of a prompt, asked for at ``began``, and of the ``tokens`` behind it."""
+    now, metrics = time.monotonic(), output.metrics
+    first = metrics.first_token_time or metrics.finished_time or now
+    end = metrics.finished_time or now
+    computed = len(output.prompt_token_ids) - cached
+    return {
+        "cache_n": cached,
+        **_rates("prompt", computed, max(0.0, first - began)),
+        **_rates("predicted", tokens, max(0.0, end - first)),
+    }
+
+
+def progress_of(progress: PromptProgress, *, began: float) -> dict[str, Any]:
+    """Return ``prompt_progress``."""
+    elapsed = round(1000 * (time.monotonic() - began))
+    return {"total": progress.total, "cache": progress.cached, "processed": progress.done, "time_ms": elapsed}
+
+
+def _rates(name: str, count: int, seconds: float) -> dict[str, Any]:
+    return {
+        f"{name}_n": count,
+        f"{name}_ms": round(1000 * seconds, 3),
+        f"{name}_per_token_ms": round(1000 * seconds / count, 3) if count else 0.0,
+        f"{name}_per_second": round(count / seconds, 3) if seconds else 0.0,
+    }

@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field, StrictBool, StrictInt, StrictStr
 from starlette.responses import Response
 
 from quire.server.http.bodies import BodyRoute, BoundedModel
-from quire.server.http.context import Context
+from quire.server.http.context import Context, context_of
 from quire.server.http.errors import bad_field
 from quire.server.http.events import JsonAnswer
 from quire.server.openai.generation import in_texts
@@ -20,6 +20,11 @@ from quire.text.spelled_tokens import SpelledTokens
 from quire.text.tokenizer import Tokenizer
 
 router = APIRouter(route_class=BodyRoute, tags=["tokens"])
+
+
+RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "chat_template"})
+RESERVED |= {"tokenizer", "tokenizer_template", "text_limit"}
+"""Names that ``chat_template_kwargs`` may not hold."""
 
 
 class TokenizeRequest(BoundedModel):
@@ -77,7 +82,7 @@ class DetokenizeResponse(BaseModel):
 @router.post("/tokenize", response_model=TokenizeResponse)
 async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     """Return the tokens of a prompt, or of messages in the model's chat template."""
-    context: Context = request.app.state.context
+    context = context_of(request)
     context.adapter_of(body.model)
     tokenizer = _tokenizer(context)
     if body.content is not None:
@@ -140,7 +145,7 @@ def _piece(tokenizer: Tokenizer, token: int) -> str | list[int]:
 @router.post("/detokenize", response_model=DetokenizeResponse)
 async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
     """Return the text of tokens."""
-    context: Context = request.app.state.context
+    context = context_of(request)
     context.adapter_of(body.model)
     tokenizer = _tokenizer(context)
     most = context.llm.engine.max_model_len
@@ -173,10 +178,8 @@ def _encode(tokenizer: Tokenizer, body: TokenizeRequest, text_limit: TextLimit |
         texts = SpelledTokens(tokenizer, None, body.prompt, parse_special=body.parse_special is not False)
         return texts.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
     assert body.messages is not None
-    reserved = {"messages", "tools", "add_generation_prompt", "chat_template", "tokenizer", "tokenizer_template"}
-    reserved.add("text_limit")
     for name in body.chat_template_kwargs or {}:
-        if name in reserved:
+        if name in RESERVED:
             raise bad_field(
                 f"chat_template_kwargs.{name}",
                 f"chat_template_kwargs must not have {name!r}; that is a field of its own",

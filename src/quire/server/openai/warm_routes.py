@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from quire.server.http.bodies import BodyRoute
-from quire.server.http.context import Context
+from quire.server.http.context import context_of
 from quire.server.http.errors import bad_field, naming
 from quire.server.http.events import JsonAnswer, unless_gone
 from quire.server.openai.generation import encode, in_texts
@@ -35,7 +35,7 @@ class WarmBody(StrictBody):
 async def warm(request: Request, body: WarmBody) -> Response:
     """Compute the state that segments have by themselves, as far as it is not kept. Of each:
     ``tokens``, those whose state is ``kept``, and how many were ``computed`` for it."""
-    context: Context = request.app.state.context
+    context = context_of(request)
     checks, adapter = context.llm.engine.checks, context.adapter_of(body.model)
     with naming({"blend": "model"}):
         context.llm.engine.blending.require()
@@ -43,31 +43,26 @@ async def warm(request: Request, body: WarmBody) -> Response:
         raise bad_field(
             "segments", f"segments must hold 1 to {context.settings.max_waiting} texts, got {len(body.segments)}"
         )
-    for number, segment in enumerate(body.segments):
-        with naming({}, f"segments.{number}"):
-            checks.text(segment)
-    with naming({}, "behind"):
-        checks.text(body.behind or "")
-    begun: list[Any] = []
+    parts = [(f"segments.{number}", segment) for number, segment in enumerate(body.segments)]
+    if body.behind is not None:
+        parts.append(("behind", body.behind))
+    for where, text in parts:
+        with naming({}, where):
+            checks.text(text)
 
     def encode_all() -> list[Any]:
         found = []
-        if body.behind is not None:
-            with naming({}, "behind"):
-                ids = encode(context.llm.tokenizer, body.behind)
-                checks.tokens(ids)
-                begun.append(ids.tolist())
-        for number, segment in enumerate(body.segments):
-            with naming({}, f"segments.{number}"):
-                found.append(encode(context.llm.tokenizer, segment, inside=True))
+        for where, text in parts:
+            with naming({}, where):
+                found.append(encode(context.llm.tokenizer, text, inside=where != "behind"))
                 checks.tokens(found[-1])
-                checks.length(found[-1].size, None)
+                if where != "behind":
+                    checks.length(found[-1].size, None)
         return found
 
-    ids = await in_texts(context, request, sum(map(len, [*body.segments, body.behind or ""])), encode_all)
+    ids = await in_texts(context, request, sum(len(text) for _, text in parts), encode_all)
+    behind = None if body.behind is None else ids.pop().tolist()
     request.state.tokens = {"prompt": sum(one.size for one in ids)}
     salt = context.salt(request.state.owner, body.cache_salt)
-    kept = await unless_gone(
-        request, context.llm.warm(ids, behind=begun[0] if begun else None, adapter=adapter, cache_salt=salt)
-    )
+    kept = await unless_gone(request, context.llm.warm(ids, behind=behind, adapter=adapter, cache_salt=salt))
     return JsonAnswer({"model": body.model or context.model_name, "segments": [asdict(one) for one in kept]})

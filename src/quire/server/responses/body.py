@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
 from quire.base.sampling_fields import Surface, declarations_on
 from quire.base.sampling_params import SamplingParams
 from quire.server.http.errors import bad_field
-from quire.server.openai.protocol import Body, ChatRequest, ParamsBody, takes_sampling
+from quire.server.http.foreign_fields import Table
+from quire.server.openai.protocol import Body, ChatRequest, ParamsBody, ShownAs, takes_sampling
 from quire.server.responses.items import (
     FunctionCallItem,
     FunctionOutputItem,
     ItemReference,
     MessageItem,
     ReasoningItem,
-    ShownAs,
     checked,
+    checked_list,
 )
 
 _CHATS = "/v1/chat/completions has it"
@@ -26,9 +27,7 @@ _MADE = "it is answered while the client waits"
 OTHER_NAMES = ("max_tokens", "max_completion_tokens", "top_logprobs", "prompt_logprobs", "n")
 """Sampling fields of chats that responses call differently, or do not have."""
 
-Refused: TypeAlias = Mapping[str, tuple[tuple[Any, ...], str]]
-
-CHATS_ONLY: Refused = {
+CHATS_ONLY: Table = {
     "top_logprobs": ((0,), _CHATS),
     "logprobs": ((False,), _CHATS),
     "prompt_logprobs": ((), _CHATS),
@@ -39,7 +38,7 @@ CHATS_ONLY: Refused = {
 }
 """Fields that only chats have, as ``REFUSED``."""
 
-REFUSED: Refused = {
+REFUSED: Table = {
     "background": ((False,), f"leave it out; {_MADE}"),
     "background_options": ((), f"leave it out; {_MADE}"),
     "conversation": ((), "give previous_response_id, or the items themselves"),
@@ -84,11 +83,7 @@ class AllowedTools(Body):
 
 
 class PlainText(Body):
-    type: Literal["text"]
-
-
-class JsonObjectText(Body):
-    type: Literal["json_object"]
+    type: Literal["text", "json_object"]
 
 
 class JsonSchemaText(Body):
@@ -100,12 +95,12 @@ class JsonSchemaText(Body):
     """The schema is enforced in either case."""
 
 
-FORMATS: Mapping[str, type[Body]] = {"text": PlainText, "json_object": JsonObjectText, "json_schema": JsonSchemaText}
+FORMATS: Mapping[str, type[Body]] = {"text": PlainText, "json_object": PlainText, "json_schema": JsonSchemaText}
 CHOICES: Mapping[str, type[Body]] = {"function": FunctionChoice, "allowed_tools": AllowedTools}
 
 
 class TextOptions(Body):
-    format: Annotated[Any, ShownAs(PlainText | JsonObjectText | JsonSchemaText | None)] = None
+    format: Annotated[Any, ShownAs(PlainText | JsonSchemaText | None)] = None
     verbosity: Literal["low", "medium", "high"] | None = None
     """Accepted and not used."""
 
@@ -125,7 +120,7 @@ class ResponseStreamOptions(Body):
     include_obfuscation: Literal[False] | None = None
 
 
-def showing(refused: Mapping[str, tuple[tuple[Any, ...], str]]) -> Callable[[dict[str, Any]], None]:
+def showing(refused: Table) -> Callable[[dict[str, Any]], None]:
     """Return a function that adds the accepted values of refused fields to a body's schema."""
 
     def show(schema: dict[str, Any]) -> None:
@@ -198,12 +193,8 @@ PASSED = (
 
 def tools_of(body: ResponseRequest) -> list[FunctionTool]:
     """Return the tools of a body. Raise ``ApiError`` 400 for those that are no functions."""
-    given = body.tools
-    if given is not None and not isinstance(given, list):
-        raise bad_field("tools", f"tools must be a list, got {given!r:.60}", code="invalid_argument")
-    kinds = {"function": FunctionTool}
     advice = "this server has no tools of its own; the client runs functions"
-    return [checked(one, f"tools.{number}", kinds, advice) for number, one in enumerate(given or ())]
+    return checked_list(body.tools, "tools", {"function": FunctionTool}, advice)
 
 
 def _chosen(body: ResponseRequest, tools: list[FunctionTool]) -> tuple[list[FunctionTool], Any]:

@@ -11,7 +11,8 @@ from typing import Any
 from starlette.requests import Request
 
 from quire.server.http.context import Context
-from quire.server.http.events import Chunk, Chunks, noted
+from quire.server.http.errors import ApiError
+from quire.server.http.events import Chunk, Chunks, NamedEventStream
 from quire.server.openai.chat import ChatReply
 from quire.server.openai.generation import Source
 from quire.server.openai.protocol import ChatRequest
@@ -146,7 +147,7 @@ def _copied(item: Item) -> Item:
 class ResponseReply(ChatReply):
     """A response object, or the events of one."""
 
-    named_events = True
+    stream_class = NamedEventStream
 
     def __init__(
         self,
@@ -160,8 +161,6 @@ class ResponseReply(ChatReply):
         """``items``: the conversation that is answered. ``chat`` and the rest: as in
         ``ChatReply``."""
         super().__init__(request, context, chat, *rest)
-        self._request = request
-        self._context = context
         self._body = body
         self._items = items
         self._salt = chat.cache_salt
@@ -178,38 +177,31 @@ class ResponseReply(ChatReply):
     async def chunks(self, sources: Sequence[Source]) -> Chunks:
         output, begun = self._output, False
         finish: str | None = None
-        more: Mapping[str, Any] = {}
-        try:
-            async with aclosing(super().chunks(sources)) as stream:
-                async for chunk in stream:
-                    if not begun:
-                        begun = True
-                        yield output.event("created", response=self.body)
-                        yield output.event("in_progress", response=self.body)
-                    more = {"quire": chunk["quire"]} if "quire" in chunk else more
-                    for choice in chunk["choices"]:
-                        finish = choice["finish_reason"] or finish
-                        for event in output.feed(choice["delta"]):
-                            yield event
-            status = output.status(finish)
-            for event in output.end(status):
-                yield event
-            body = self._finished(finish, status, more)
-            await self.keep()
-        except Exception as error:
-            if not begun:
-                raise
-            found = noted(error, self._request.state.request_id)
-            failure = {"code": ERROR_CODES.get(found.status, "server_error"), "message": found.message}
-            yield output.event("failed", response={**self._ended("failed"), "error": failure})
-            return
+        async with aclosing(self.choices(sources)) as stream:
+            async for choice in stream:
+                if not begun:
+                    begun = True
+                    yield output.event("created", response=self.body)
+                    yield output.event("in_progress", response=self.body)
+                finish = choice["finish_reason"] or finish
+                for event in output.feed(choice["delta"]):
+                    yield event
+        status = output.status(finish)
+        for event in output.end(status):
+            yield event
+        body = self._finished(finish, status, self.report)
+        await self.keep()
         yield output.event(body["status"], response=body)
+
+    def failed(self, error: ApiError) -> Chunk:
+        failure = {"code": ERROR_CODES.get(error.status, "server_error"), "message": error.message}
+        return self._output.event("failed", response={**self._ended("failed"), "error": failure})
 
     async def keep(self) -> None:
         """Store the finished response, unless the client does not want that."""
         if self.body["store"]:
             stored = StoredResponse(self.body, self._items, self._salt)
-            await self._context.responses.put(self._request.state.owner, stored)
+            await self.context.responses.put(self.request.state.owner, stored)
 
     def _begun(self) -> dict[str, Any]:
         """Return the response before anything is generated."""
@@ -228,7 +220,7 @@ class ResponseReply(ChatReply):
             "max_output_tokens": body.max_output_tokens,
             "max_tool_calls": body.max_tool_calls,
             "metadata": body.metadata or {},
-            "model": self._head["model"],
+            "model": self.model,
             "output": [],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
@@ -253,7 +245,7 @@ class ResponseReply(ChatReply):
 
     def _ended(self, status: str) -> dict[str, Any]:
         """Return the response with what was generated."""
-        counts = self.usage.tokens
+        counts = self.tokens
         thought = self._output.reasoning
         reasoning = 0
         if thought and self.tokenizer is not None:

@@ -9,8 +9,7 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, TypeVar
 
-from pydantic import GetJsonSchemaHandler, TypeAdapter, ValidationError
-from pydantic_core import CoreSchema
+from pydantic import ValidationError
 
 from quire.server.http.bodies import check_count
 from quire.server.http.errors import bad_field, validation_error
@@ -20,16 +19,6 @@ Item: TypeAlias = dict[str, Any]
 B = TypeVar("B", bound=Body)
 
 TEXT_ONLY = "this server takes text only"
-
-
-class ShownAs:
-    """The description of a field that ``checked`` reads, for ``/openapi.json``."""
-
-    def __init__(self, kind: Any) -> None:
-        self._adapter = TypeAdapter[Any](kind)
-
-    def __get_pydantic_json_schema__(self, _: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        return handler(self._adapter.core_schema)
 
 
 class InputText(Body):
@@ -121,6 +110,15 @@ def checked(given: Any, path: str, kinds: Mapping[str, type[B]], advice: str, *,
         places = [[part for part in one["loc"] if part not in names] for one in problems]
         whole = [{**one, "loc": ("body", *path.split("."), *at)} for one, at in zip(problems, places, strict=True)]
         raise validation_error(whole) from None
+
+
+def checked_list(
+    given: Any, path: str, kinds: Mapping[str, type[B]], advice: str, *, default: str | None = None
+) -> list[B]:
+    """Return the objects of a list, which may be missing, each as ``checked`` returns it."""
+    if given is not None and not isinstance(given, list):
+        raise bad_field(path, f"{path} must be a list, got {given!r:.60}", code="invalid_argument")
+    return [checked(one, f"{path}.{number}", kinds, advice, default=default) for number, one in enumerate(given or ())]
 
 
 def new_id(kind: str) -> str:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any, Literal
+from functools import partial
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
 from quire.server.http.bodies import BodyRoute, off_loop
-from quire.server.http.context import Context
+from quire.server.http.context import context_of
 from quire.server.http.errors import ApiError, bad_field
 from quire.server.http.events import STREAMED, JsonAnswer, long_answer
 from quire.server.http.foreign_fields import UNLISTED
-from quire.server.openai.chat import ChatReply, answer_chat
+from quire.server.openai.chat import answer_chat
 from quire.server.openai.protocol import refuse_fields
 from quire.server.responses.body import REFUSED, ResponseRequest, chat_request
 from quire.server.responses.events import ResponseReply
@@ -36,7 +37,7 @@ Include = Annotated[list[Literal["reasoning.encrypted_content"]] | None, Query(d
 @router.post("", responses=STREAMED)
 async def create(body: ResponseRequest, request: Request) -> Response:
     """Answer items, or continue a stored response."""
-    context, owner = _context(request), request.state.owner
+    context, owner = context_of(request), request.state.owner
     refuse_fields(body, REFUSED)
     refuse_fields(body, UNLISTED)
     salt, items = body.cache_salt, list[Item]()
@@ -57,19 +58,10 @@ async def create(body: ResponseRequest, request: Request) -> Response:
     if len(items) == before:
         raise bad_field("input", "input must hold at least one item, got none", code="invalid_argument")
     messages = await off_loop(request, lambda: messages_of(items, lambda number: f"input.{number - before}"))
-    replies: list[ResponseReply] = []
-
-    def made(*given: Any) -> ChatReply:
-        replies.append(ResponseReply(body, items, *given))
-        return replies[-1]
-
     chat = await off_loop(request, lambda: chat_request(body, messages, salt))
     stored_before = sum(len(str(message)) for message in messages) if before else 0
     with _renamed():
-        answer = await answer_chat(request, chat, made, more=stored_before)
-    if not body.stream:
-        await replies[0].keep()
-    return answer
+        return await answer_chat(request, chat, partial(ResponseReply, body, items), more=stored_before)
 
 
 @contextmanager
@@ -95,20 +87,20 @@ async def retrieve(
     """Return a stored response."""
     if stream:
         raise bad_field("stream", "a stored response is not streamed again; leave stream out", code="unsupported")
-    return await long_answer((await _context(request).responses.get(request.state.owner, response_id)).body)
+    return await long_answer((await context_of(request).responses.get(request.state.owner, response_id)).body)
 
 
 @router.delete("/{response_id}")
 async def delete(response_id: str, request: Request) -> Response:
     """Forget a stored response. Those that went on from it stay."""
-    await _context(request).responses.delete(request.state.owner, response_id)
+    await context_of(request).responses.delete(request.state.owner, response_id)
     return JsonAnswer({"id": response_id, "object": "response", "deleted": True})
 
 
 @router.post("/{response_id}/cancel")
 async def cancel(response_id: str, request: Request) -> Response:
     """Refuse: a stored response has ended. A client cancels by closing its connection."""
-    await _context(request).responses.get(request.state.owner, response_id)
+    await context_of(request).responses.get(request.state.owner, response_id)
     message = (
         "a response without background=true cannot be cancelled: it has ended; close the connection of one that runs"
     )
@@ -125,7 +117,7 @@ async def input_items(
     include: Include = None,
 ) -> Response:
     """List the items of the conversation that a stored response answered."""
-    items = (await _context(request).responses.get(request.state.owner, response_id)).items
+    items = (await context_of(request).responses.get(request.state.owner, response_id)).items
     items = items if order == "asc" else items[::-1]
     if after is not None:
         places = [number for number, item in enumerate(items) if item["id"] == after]
@@ -135,8 +127,3 @@ async def input_items(
     shown = items[:limit]
     ends = {"first_id": shown[0]["id"] if shown else None, "last_id": shown[-1]["id"] if shown else None}
     return await long_answer({"object": "list", "data": shown, **ends, "has_more": len(items) > limit})
-
-
-def _context(request: Request) -> Context:
-    context: Context = request.app.state.context
-    return context

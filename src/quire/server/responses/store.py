@@ -14,17 +14,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from quire.base.errors import NotDurable, QuireError
 from quire.server.http import logs
 from quire.server.http.errors import ApiError
 from quire.server.http.events import encode_json
 from quire.server.http.settings import ServerSettings
 from quire.server.responses.items import Item
-from quire.server.sessions.keeper import hidden, is_hidden
+from quire.server.sessions.kept_texts import KeptTexts
 from quire.sessions.durable import KeptSessions
-from quire.store.journal import End, SessionRecord
 
 PREFIX = "resp_"
 """How the ids of responses begin."""
@@ -56,10 +53,9 @@ class Responses:
     """All stored responses of a server. The oldest ones go first if there are too many."""
 
     def __init__(self, settings: ServerSettings, kept: KeptSessions | None, owners: Iterable[str]) -> None:
-        """``kept``: the journal, None without one. ``owners``: digests of the API keys."""
+        """``kept`` and ``owners`` are as for ``KeptTexts``."""
         self._settings = settings
-        self._kept = kept
-        self._owners = tuple(owners)
+        self._kept = KeptTexts(kept, owners, _KEPT)
         self._held: dict[str, _Written] = {}
         """The responses by id, the oldest first."""
         self._places: dict[str, str] = {}
@@ -92,46 +88,30 @@ class Responses:
         written; then it is not stored."""
         found = {"body": stored.body, "items": stored.items, "salt": stored.salt}
         text = await asyncio.to_thread(encode_json, found)
-        name, written = stored.body["id"], None
-        if self._kept is not None:
-            record = SessionRecord(
-                id=_kept_id(name),
-                model={},
-                tokens=np.array([], dtype=np.int64),
-                owner=hidden(owner),
-                created=stored.body["created_at"],
-                chat=text.decode(),
-            )
-            written = self._kept.writer.write(record)
+        name = stored.body["id"]
+        written = self._kept.write(_kept_id(name), owner, text.decode(), stored.body["created_at"])
         # Before the wait: a client that goes away meanwhile does not undo what is written.
         self._hold(name, owner, text, stored.body)
         self._make_room([owner])
-        if written is not None:
-            try:
-                await asyncio.shield(asyncio.wrap_future(written))
-            except NotDurable:
-                self._forget(name)
-                raise
+        try:
+            await written
+        except NotDurable:
+            self._forget(name)
+            raise
 
     async def delete(self, owner: str, name: str) -> None:
         """Forget a response. Raise as ``get`` does, and ``NotDurable`` if the journal cannot forget
         it; then it stays."""
         await self.get(owner, name)
-        if self._kept is not None:
-            await asyncio.shield(asyncio.wrap_future(self._kept.writer.write(End(_kept_id(name)))))
+        await self._kept.forget(_kept_id(name))
         self._forget(name)
 
     async def resume(self) -> None:
         """Find the responses in the journal whose owners have keys here."""
-        if self._kept is None:
-            return
-        journal = self._kept.journal
-        for record in await asyncio.to_thread(lambda: [one for one in journal.records() if one.id.startswith(_KEPT)]):
-            owner = next((one for one in self._owners if is_hidden(one, record.owner)), None)
-            if owner is not None and record.chat is not None:
-                name = PREFIX + record.id.removeprefix(_KEPT)
-                self._hold(name, owner, record.chat.encode(), json.loads(record.chat)["body"])
-        self._make_room(self._owners)
+        for kept_id, owner, text in await self._kept.found():
+            name = PREFIX + kept_id.removeprefix(_KEPT)
+            self._hold(name, owner, text.encode(), json.loads(text)["body"])
+        self._make_room(self._kept.owners)
 
     def _hold(self, name: str, owner: str, text: bytes, body: dict[str, Any]) -> None:
         outputs = [item["id"] for item in body["output"]]
@@ -143,7 +123,8 @@ class Responses:
         all."""
         settings = self._settings
         for owner in owners:
-            self._drop(owner, settings.responses_per_key, settings.response_bytes_per_key)
+            most, size = settings.of_one_key(settings.max_responses), settings.of_one_key(settings.max_response_bytes)
+            self._drop(owner, most, size)
         self._drop(None, settings.max_responses, int(settings.max_response_bytes))
 
     def _drop(self, owner: str | None, count: int, size: int) -> None:
@@ -154,8 +135,7 @@ class Responses:
                 return
             left, total = left - 1, total - length
             self._forget(name)
-            if self._kept is not None:
-                self._kept.writer.write(End(_kept_id(name))).add_done_callback(_tell)
+            self._kept.forget(_kept_id(name)).add_done_callback(_tell)
 
     def _forget(self, name: str) -> None:
         if (found := self._held.pop(name, None)) is not None:

@@ -1,3 +1,4 @@
 """Sessions over HTTP: ``routes`` over ``bodies``; ``held``: owners and lifetimes; ``streams``,
-``batches``: generations; ``files``: state files; ``keeper``: sessions after a restart.
+``batches``: generations; ``files``: state files; ``keeper``, ``kept_texts``: what is there after a
+restart.
 """

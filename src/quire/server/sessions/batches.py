@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -18,9 +18,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.async_llm import SampleDelta
-from quire.async_llm.stream import PromptProgress
 from quire.base.errors import QuireError
-from quire.base.outputs import CompletionOutput, RequestOutput
+from quire.base.outputs import RequestOutput
 from quire.base.sampling_params import SamplingParams
 from quire.server.http.context import Context
 from quire.server.http.errors import ApiError, api_error, bad_field
@@ -28,15 +27,12 @@ from quire.server.http.events import Chunk, JsonAnswer, unless_gone
 from quire.server.openai.generation import deltas, whole
 from quire.server.openai.hint_fields import HintFields, read_hints
 from quire.server.openai.logprobs import Offsets, completion_logprobs
-from quire.server.openai.replies import Reply
+from quire.server.openai.replies import NOTHING, Reply
 from quire.server.sessions.bodies import ContinueBody, GenerateBody, GenerateManyBody, SamplingBody
-from quire.server.sessions.streams import ClientSessionStream
+from quire.server.sessions.streams import FAILED, ClientSessionStream
 
 FIELDS: Mapping[str, str] = {name: name for name in SamplingBody.model_fields}
 """Fields that errors may be about. All other errors are about the session."""
-
-FAILED = SampleDelta(text="", token_ids=[], finish_reason="error")
-"""The last delta of a session that failed."""
 
 
 class SessionReply(Reply):
@@ -95,12 +91,13 @@ class SessionBatch(SessionReply):
             raise bad_field("ids", f"ids: {twice[:60]!r} is given twice; a session goes on in one way at a time")
         hints = read_hints(context, request.state.owner, body)
         streams = [
-            ClientSessionStream(context, request.state.owner, name, one, model=body.model, hints=hints.hints)
+            ClientSessionStream(
+                context, request.state.owner, name, one, model=body.model, hints=hints.hints, raises=False
+            )
             for name, one in zip(body.ids, params, strict=True)
         ]
         super().__init__(request, context, body, streams, params, model=context.model_name)
         self.hints = hints
-        self.members = [MemberStream(stream) for stream in streams]
 
     async def check(self) -> None:
         """Take all sessions and check everything before anything runs. Raise ``ApiError`` that
@@ -125,59 +122,28 @@ class SessionBatch(SessionReply):
 
     async def whole(self) -> Chunk:
         """Run all to their ends, and return one choice for each, in the order of the ids."""
-        async with aclosing(deltas(self.members)) as found:
+        async with aclosing(deltas(self.streams)) as found:
             begun = {number async for number, delta in found if delta is not FAILED}
         choices = []
-        for number, (stream, member) in enumerate(zip(self.streams, self.members, strict=True)):
+        for number, stream in enumerate(self.streams):
             delta = FAILED
             if number in begun:
                 self.begin(number, stream.output)
                 delta = whole(stream.output.outputs[0])
-                self.usage.add(self.count(delta))
-            if member.failure:
+                self.tokens["completion"] += self.count(delta)
+            if stream.failure:
                 delta = replace(delta, finish_reason="error")
             choices.append(self.choice(number, delta) | {"num_tokens": len(stream.session)})
         return self.body_of(choices)
 
     def choice(self, number: int, delta: SampleDelta) -> dict[str, Any]:
         """Return a choice with its session, and the error that ended it."""
-        failure = self.members[number].failure if delta.finish_reason == "error" else {}
+        failure = self.streams[number].failure if delta.finish_reason == "error" else {}
         return {**super().choice(number, delta), "session_id": self.streams[number].session_id, **failure}
 
     async def aclose(self) -> None:
         """Cancel unfinished streams, and return when all sessions are free."""
         await asyncio.gather(*(stream.aclose() for stream in self.streams))
-
-
-class MemberStream(AsyncIterator[SampleDelta]):
-    """A session's stream in a batch. It ends with a delta of ``finish_reason`` "error" instead of
-    raising."""
-
-    def __init__(self, stream: ClientSessionStream) -> None:
-        self._stream = stream
-        self.failure: Mapping[str, Any] = {}
-        """The error's answer, if there is an error."""
-
-    @property
-    def output(self) -> RequestOutput:
-        """Return the output so far."""
-        return self._stream.output
-
-    @property
-    def prompt_progress(self) -> PromptProgress | None:
-        """Return the prompt's progress; None before it has begun."""
-        return self._stream.prompt_progress
-
-    async def __anext__(self) -> SampleDelta:
-        try:
-            return await anext(self._stream)
-        except QuireError as error:
-            self.failure = api_error(error).body
-            return FAILED
-
-    async def aclose(self) -> None:
-        """Cancel an unfinished request, and return when the session is free."""
-        await self._stream.aclose()
 
 
 async def prefetched(
@@ -197,12 +163,11 @@ async def prefetched(
         session = await unless_gone(request, stream.take())
         reuse = await unless_gone(request, session.compute(priority=hints.priority))
         ids = session.tokens
-        nothing = CompletionOutput(index=0, text="", token_ids=[], finish_reason="length")
         output = RequestOutput(
             request_id=request.state.request_id,
             prompt=None,
             prompt_token_ids=ids,
-            outputs=[nothing],
+            outputs=[NOTHING],
             num_cached_tokens=reuse.cached,
             reuse=reuse,
         )

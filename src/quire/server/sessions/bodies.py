@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field, WithJsonSchema
+from pydantic import ConfigDict, Field
 
 from quire.base.outputs import EditMode
 from quire.base.sampling_fields import Surface
 from quire.base.sampling_params import SamplingParams
 from quire.server.http.errors import ApiError, bad_field
+from quire.server.http.foreign_fields import Table
 from quire.server.openai.generation import MAX_LOGPROBS, sampling_params
 from quire.server.openai.protocol import (
     Blending,
     Body,
     HintedBody,
     ParamsBody,
+    ShownAs,
     StreamOptions,
     Tool,
     refuse_fields,
@@ -28,10 +30,9 @@ Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 Messages = list[dict[str, Any]]
 Labels = dict[str, str]
 
-_IDS = {"type": "array", "items": {"type": "integer"}}
-_PAIR = {**_IDS, "minItems": 2, "maxItems": 2}
-Span = Annotated[str | list[int], WithJsonSchema({"anyOf": [{"type": "string"}, _PAIR]})]
-Prompt = Annotated[str | TokenIds, WithJsonSchema({"anyOf": [{"type": "string"}, _IDS]})]
+Pair = Annotated[list[int], Field(min_length=2, max_length=2)]
+Span = Annotated[str | list[int], ShownAs(str | Pair)]
+Prompt = str | TokenIds
 
 
 class StrictBody(Body):
@@ -195,16 +196,13 @@ class GenerateManyBody(ContinueBody):
     each: list[SamplingBody] | None = None
     """Changes of parameters for each, in the order of ``ids``: ``[{"seed": 1}, {"seed": 2}]``."""
 
-    def check_each(self) -> None:
-        """Raise ``ApiError`` 400 unless ``each`` has one entry for each session."""
-        if self.each is not None and len(self.each) != len(self.ids):
-            raise bad_field("each", f"each has {len(self.each)} entries for {len(self.ids)} ids; give one for each")
-
     def all_params(self, defaults: SamplingParams) -> list[SamplingParams]:
         """Return the parameters of each session. Raise ``ApiError`` 400 with the field's name."""
         common = self.params(defaults)
         if self.each is None:
             return [common] * len(self.ids)
+        if len(self.each) != len(self.ids):
+            raise bad_field("each", f"each has {len(self.each)} entries for {len(self.ids)} ids; give one for each")
         found = []
         for number, one in enumerate(self.each):
             try:
@@ -215,7 +213,7 @@ class GenerateManyBody(ContinueBody):
         return found
 
 
-UNSUPPORTED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+UNSUPPORTED: Table = {
     "best_of": ((1,), "fork the session, generate in each child, and choose"),
     "echo": ((False,), "GET /v1/sessions/{id} has the text before"),
     "suffix": (("",), "POST /v1/completions fills in text before a suffix"),
@@ -231,7 +229,7 @@ UNSUPPORTED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "prompt": ((), "POST /v1/sessions/{id}/append adds to one before"),
     "messages": ((), "POST /v1/sessions/{id}/generate answers them"),
 }
-"""Fields of other requests: values without effect, and advice for others. Null has no effect."""
+"""Fields of other requests."""
 
 
 def labels_of(texts: Sequence[str] | None) -> dict[str, str]:

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Depends, Query, Request
 from starlette.responses import Response
 
 from quire.base.errors import InvalidArgument, NotFound
-from quire.server.http.context import Context
+from quire.server.http.context import context_of
 from quire.server.http.errors import bad_field, naming
 from quire.server.http.events import JsonAnswer
 from quire.store.commits import SessionCommit
@@ -55,7 +55,7 @@ async def overview(request: Request) -> Response:
     """List the branches of this API key, each with the commit at which it stands. `damaged` has a
     sentence for each that cannot be read."""
     damaged = list[str]()
-    found = await _context(request).llm.branches(owner=request.state.owner, damaged=damaged)
+    found = await context_of(request).llm.branches(owner=request.state.owner, damaged=damaged)
     data = [{"name": name, "object": "branch", "commit": commit_object(one)} for name, one in found.items()]
     return JsonAnswer({"object": "list", "data": data, "damaged": damaged})
 
@@ -69,7 +69,7 @@ async def diff(request: Request, a: Side = None, b: Side = None) -> Response:
     if a is None or b is None:
         raise bad_field("b" if a else "a", "a and b are needed, two branches or commits")
     with _errors_about("a"):
-        found = await _context(request).llm.diff(a, b, owner=request.state.owner)
+        found = await context_of(request).llm.diff(a, b, owner=request.state.owner)
     return JsonAnswer(
         {
             "a": commit_object(found.a),
@@ -95,7 +95,7 @@ async def delete_diff(request: Request) -> Response:
 async def log(name: str, request: Request) -> Response:
     """List a commit and all before it, the latest first."""
     with _errors_about("name"):
-        found = await _context(request).llm.log(name, owner=request.state.owner)
+        found = await context_of(request).llm.log(name, owner=request.state.owner)
     return JsonAnswer({"object": "list", "data": [commit_object(one) for one in found]})
 
 
@@ -103,13 +103,8 @@ async def log(name: str, request: Request) -> Response:
 async def delete(name: str, request: Request) -> Response:
     """Forget a branch. Its commits stay until the operator collects garbage."""
     with _errors_about("name"):
-        head = await _context(request).llm.delete(name, owner=request.state.owner)
+        head = await context_of(request).llm.delete(name, owner=request.state.owner)
     return JsonAnswer({"name": name, "object": "branch", "deleted": True, "commit": head})
-
-
-def _context(request: Request) -> Context:
-    context: Context = request.app.state.context
-    return context
 
 
 def _errors_about(param: str) -> AbstractContextManager[None]:

@@ -6,6 +6,7 @@ import asyncio
 import shutil
 import tempfile
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from pathlib import Path
 
 from starlette.requests import ClientDisconnect, Request
@@ -25,11 +26,10 @@ CHUNK = 1 << 20
 
 
 class TemporaryFile:
-    """A place for one file: ``async with TemporaryFile(stored, owner) as path``. Worker threads
-    make and remove its directory. The bytes passed to ``claim`` count for ``owner``."""
+    """A place for one file, until ``aclose``. The bytes passed to ``claim`` count for ``owner``."""
 
     def __init__(self, stored: StoredBytes, owner: str) -> None:
-        self._folder: Path | None = None
+        self.path = Path(tempfile.mkdtemp(prefix="quire-state-")) / "state.quire"
         self._stored, self._owner, self._size = stored, owner, 0
 
     def claim(self, size: int) -> None:
@@ -37,21 +37,10 @@ class TemporaryFile:
         self._stored.change(self._owner, self._size, size)
         self._size = size
 
-    async def __aenter__(self) -> Path:
-        # If the task is cancelled meanwhile, the thread runs to its end and cleans up.
-        making = asyncio.ensure_future(asyncio.to_thread(tempfile.mkdtemp, prefix="quire-state-"))
+    async def aclose(self) -> None:
+        """Remove the file."""
         try:
-            self._folder = Path(await asyncio.shield(making))
-        except asyncio.CancelledError:
-            making.add_done_callback(lambda done: shutil.rmtree(done.result(), ignore_errors=True))
-            raise
-        return self._folder / "state.quire"
-
-    async def __aexit__(self, *_: object) -> None:
-        if self._folder is None:
-            return
-        try:
-            await asyncio.shield(asyncio.to_thread(shutil.rmtree, self._folder, True))
+            await asyncio.shield(asyncio.to_thread(shutil.rmtree, self.path.parent, True))
         finally:
             self.claim(0)
 
@@ -72,19 +61,19 @@ def require_file(request: Request) -> None:
 async def receive_session(request: Request, context: Context, *, convert_dtype: bool) -> AsyncSession:
     """Return the session of the state file in a request's body. Errors are as for
     ``LLM.load_session``, and ``Cancelled`` if the client goes away."""
-    llm, place = context.llm, TemporaryFile(context.stored, request.state.owner)
-    async with place as path:
+    async with aclosing(TemporaryFile(context.stored, request.state.owner)) as place:
         try:
             with os_errors("the uploaded state file"):
-                await _write(path, place, request.stream())
+                await _write(place, request.stream())
         except ClientDisconnect:
             raise Cancelled("the client closed the connection before the file was there") from None
-        with hiding(path, "the uploaded state file"):
-            return await unless_gone(request, llm.load_session(path, convert_dtype=convert_dtype, use_tqdm=False))
+        with hiding(place.path, "the uploaded state file"):
+            loading = context.llm.load_session(place.path, convert_dtype=convert_dtype, use_tqdm=False)
+            return await unless_gone(request, loading)
 
 
-async def _write(path: Path, place: TemporaryFile, parts: AsyncIterator[bytes]) -> None:
-    file = await asyncio.to_thread(path.open, "wb")
+async def _write(place: TemporaryFile, parts: AsyncIterator[bytes]) -> None:
+    file = await asyncio.to_thread(place.path.open, "wb")
     waiting, size, arrived = [], 0, 0
     try:
         async for part in parts:
@@ -105,12 +94,11 @@ class StateFileResponse(Response):
 
     media_type = "application/octet-stream"
 
-    def __init__(self, place: TemporaryFile, path: Path, *, name: str) -> None:
-        """Take ``path`` in the entered ``place``, to be left here. ``name`` is for browsers."""
+    def __init__(self, place: TemporaryFile, *, name: str) -> None:
+        """Take the place, to be closed here. ``name`` is for browsers."""
         self.status_code = 200
         self.background = None
         self._place = place
-        self._path = path
         self.init_headers({"content-disposition": f'attachment; filename="{name}"'})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -119,11 +107,11 @@ class StateFileResponse(Response):
         except Cancelled:
             pass  # the client has gone
         finally:
-            await self._place.__aexit__()
+            await self._place.aclose()
 
     async def _send(self, send: Send) -> None:
-        with await asyncio.to_thread(self._path.open, "rb") as file:
-            headers = [*self.raw_headers, (b"content-length", str(self._path.stat().st_size).encode())]
+        with await asyncio.to_thread(self._place.path.open, "rb") as file:
+            headers = [*self.raw_headers, (b"content-length", str(self._place.path.stat().st_size).encode())]
             await send({"type": "http.response.start", "status": self.status_code, "headers": headers})
             while chunk := await asyncio.to_thread(file.read, CHUNK):
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
@@ -133,14 +121,13 @@ class StateFileResponse(Response):
 async def saved_session(session: AsyncSession, request: Request, context: Context, *, name: str) -> Response:
     """Return an answer with a session's state file. The session is free when this returns."""
     place = TemporaryFile(context.stored, request.state.owner)
-    path = await place.__aenter__()
     try:
         held = len(session) if session.window is None else min(len(session), session.window[0])
         place.claim(held * context.llm.bytes_per_token)  # an estimate
-        with hiding(path, f"state file {name!r}"):
-            await unless_gone(request, session.save(path, use_tqdm=False))
-        place.claim(path.stat().st_size)
+        with hiding(place.path, f"state file {name!r}"):
+            await unless_gone(request, session.save(place.path, use_tqdm=False))
+        place.claim(place.path.stat().st_size)
     except BaseException:
-        await place.__aexit__()
+        await place.aclose()
         raise
-    return StateFileResponse(place, path, name=name)
+    return StateFileResponse(place, name=name)

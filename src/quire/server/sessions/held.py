@@ -154,7 +154,7 @@ class Sessions:
         ids: Sequence[str | None] = (),
     ) -> list[str]:
         """Hold each of ``sessions``, with this display name and these labels. Wait until all are
-        durable. Return their ids: those in ``ids``, or new ones. After an error none is held."""
+        durable. Return their ids: those in ``ids``, or new ones. After an error all are closed."""
         made: list[str] = []
         for session in sessions:
             if self.keeper is not None:
@@ -169,6 +169,7 @@ class Sessions:
                 self._held.pop(session_id, None)
                 if self.keeper is not None:
                     self.spawn(_quietly(self.keeper.forget(session_id)))
+            await asyncio.shield(asyncio.gather(*(session.close() for session in sessions)))
             raise
         return made
 

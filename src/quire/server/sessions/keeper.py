@@ -122,8 +122,7 @@ class SessionKeeper:
                 if left_of(record, now) == 0:
                     self._kept.writer.write(End(record.id))
                     continue
-                owner = next((one for one in self._owners if is_hidden(one, record.owner)), None)
-                if owner is not None:
+                if (owner := owner_of(record, self._owners)) is not None:
                     found[record.id] = owner
             return found
 
@@ -166,6 +165,11 @@ def hidden(owner: str, salt: str | None = None) -> str:
     """Return a salted digest of an owner for a record. It does not reveal the owner."""
     salt = secrets.token_hex(16) if salt is None else salt
     return f"{salt}:{hashlib.blake2b(owner.encode(), key=salt.encode(), digest_size=32).hexdigest()}"
+
+
+def owner_of(record: SessionRecord, owners: Iterable[str]) -> str | None:
+    """Return the owner of a record; None if it is none of these."""
+    return next((one for one in owners if is_hidden(one, record.owner)), None)
 
 
 def is_hidden(owner: str, written: str) -> bool:

@@ -22,13 +22,12 @@ from quire.base.errors import FailedPrecondition, InvalidArgument, NotFound, Uns
 from quire.base.outputs import RequestOutput
 from quire.base.sampling_params import SamplingParams
 from quire.server.http.bodies import BodyRoute, off_loop
-from quire.server.http.context import Context
+from quire.server.http.context import Context, context_of
 from quire.server.http.errors import ApiError, bad_field, naming
 from quire.server.http.events import STREAMED, EventStream, JsonAnswer, long_answer, unless_gone
-from quire.server.openai.blend_fields import read_blend
 from quire.server.openai.cache_marks import pin_all, without_marks
 from quire.server.openai.conversations import check_variables
-from quire.server.openai.generation import added, chat_defaults, check_lists, encoded
+from quire.server.openai.generation import added, chat_defaults, check_lists, encoded, read_blend
 from quire.server.openai.hint_fields import for_prefetch, read_hints
 from quire.server.openai.logprobs import finite
 from quire.server.openai.replies import answer_in_session
@@ -74,7 +73,7 @@ Ttl = Annotated[Seconds | None, Query(description="Seconds without use after whi
 @router.post("")
 async def create(body: CreateBody, request: Request) -> Response:
     """Make a session: empty, of a prompt, or of the first messages of a chat."""
-    context = _context(request)
+    context = context_of(request)
     if body.prompt is not None and body.messages is not None:
         raise bad_field("messages", "prompt and messages are both given; give one of them")
     for name in ("tools", "chat_template_kwargs"):
@@ -83,7 +82,7 @@ async def create(body: CreateBody, request: Request) -> Response:
     check_variables(body.chat_template_kwargs)
     adapter = context.adapter_of(body.model)
     context.sessions.lifetime(body.ttl, pinned=body.pin)
-    with context.sessions.room(_owner(request)), _errors_about("prompt" if body.messages is None else "messages"):
+    with context.sessions.room(request.state.owner), _errors_about("prompt" if body.messages is None else "messages"):
         prompt: Any = [] if body.prompt is None else body.prompt
         if isinstance(prompt, str):
             prompt = await unless_gone(request, encoded(context, prompt, endless=body.window is not None))
@@ -91,13 +90,12 @@ async def create(body: CreateBody, request: Request) -> Response:
 
 
 async def _made(request: Request, body: CreateBody, prompt: Any, adapter: str | None) -> Response:
-    context = _context(request)
-    with _errors_about(None):
-        name, labels = checked_name(body.name), checked_labels(body.labels or {})
+    context = context_of(request)
+    name, labels = _called(body)
     session = await context.llm.session(
         prompt,
         adapter=adapter,
-        cache_salt=context.salt(_owner(request), body.cache_salt),
+        cache_salt=context.salt(request.state.owner, body.cache_salt),
         window=body.window,
         sink=body.sink,
     )
@@ -121,7 +119,7 @@ async def _held(
 ) -> Response:
     """Answer with the id of a new session, by default a new one. ``chat`` answers its first
     messages. If it cannot be held it is closed."""
-    sessions, owner = _context(request).sessions, _owner(request)
+    sessions, owner = context_of(request).sessions, request.state.owner
     try:
         if chat is not None:
             # The turns up to the answer. An answer of one token is taken back.
@@ -157,12 +155,12 @@ async def overview(
     ] = False,
 ) -> Response:
     """List summaries of all sessions of this API key, the oldest first."""
-    context = _context(request)
+    context = context_of(request)
     if tokens:
         raise bad_field("tokens", "a list has no tokens and texts; GET /v1/sessions/{id} has those of one session")
-    held = context.sessions.of(_owner(request))
+    held = context.sessions.of(request.state.owner)
     if after is not None:
-        mark = context.sessions.get(_owner(request), after)
+        mark = context.sessions.get(request.state.owner, after)
         held = held[held.index(mark) + 1 :]
     wanted = [text.partition("=") for text in label or ()]
     held = [one for one in held if (name is None or one.session.name == name) and _has_labels(one.session, wanted)]
@@ -197,13 +195,13 @@ async def upload(
     ] = None,
 ) -> Response:
     """Make a session of a state file, which is the body of the request."""
-    context = _context(request)
+    context = context_of(request)
     if session_id is not None and not SESSION_ID.fullmatch(session_id):
         raise bad_field("id", f"id must be 'session-' and 32 hexadecimal digits, got {session_id[:60]!r}")
     with _errors_about("label"):
         called, labels = checked_name(name), checked_labels(labels_of(label))
     require_file(request)
-    with context.sessions.room(_owner(request)):
+    with context.sessions.room(request.state.owner):
         session = await receive_session(request, context, convert_dtype=convert_dtype)
         # It is pinned if its state was written into, so that it cannot be computed again.
         return await _held(
@@ -214,13 +212,13 @@ async def upload(
 @router.post("/generate", responses=STREAMED)
 async def generate_many(body: GenerateManyBody, request: Request) -> Response:
     """Continue several sessions in one batch, each as by itself. Their new tokens stay in them."""
-    context = _context(request)
+    context = context_of(request)
     params = await off_loop(request, lambda: _params_of_all(context, body))
     batch = SessionBatch(request, context, body, params)
     try:
         await unless_gone(request, batch.check())
         if body.stream:
-            return EventStream(batch.chunks(batch.members), [batch])
+            return EventStream(batch.chunks(batch.streams), [batch])
         return await long_answer(await unless_gone(request, batch.whole()))
     except BaseException:
         await asyncio.shield(batch.aclose())
@@ -233,7 +231,6 @@ def _params_of_all(context: Context, body: GenerateManyBody) -> list[SamplingPar
     limit = context.settings.max_sessions
     if len(body.ids) > limit:
         raise bad_field("ids", f"ids: {len(body.ids)} sessions; this server holds {limit} at most")
-    body.check_each()
     for one in (body, *(body.each or ())):
         check_lists(context, one.sampling()[0])
     return body.all_params(context.llm.default_params)
@@ -242,9 +239,8 @@ def _params_of_all(context: Context, body: GenerateManyBody) -> list[SamplingPar
 @router.post("/checkout")
 async def checkout(body: CheckoutBody, request: Request) -> Response:
     """Make a session that continues a branch or a commit."""
-    context, owner = _context(request), _owner(request)
-    with _errors_about(None):
-        name, labels = checked_name(body.name), checked_labels(body.labels or {})
+    context, owner = context_of(request), request.state.owner
+    name, labels = _called(body)
     with context.sessions.room(owner):
         with naming({}, "branch", (InvalidArgument, NotFound)):
             session = await context.llm.checkout(body.branch, owner=owner)
@@ -256,9 +252,9 @@ async def checkout(body: CheckoutBody, request: Request) -> Response:
 @router.get("/{session_id}")
 async def describe(session_id: str, request: Request, rewind_to: RewindTo = None, tokens: bool = True) -> Response:
     """Describe a session: its content, shared pages, and the costs of going back."""
-    context = _context(request)
-    await context.sessions.wake(_owner(request), session_id)
-    held = context.sessions.get(_owner(request), session_id)
+    context = context_of(request)
+    await context.sessions.wake(request.state.owner, session_id)
+    held = context.sessions.get(request.state.owner, session_id)
     if rewind_to is not None and len(rewind_to) > MAX_POSITIONS:
         raise bad_field("rewind_to", f"rewind_to names {len(rewind_to)} positions; at most {MAX_POSITIONS} are told")
     session, ids = held.session, held.session.tokens
@@ -268,7 +264,7 @@ async def describe(session_id: str, request: Request, rewind_to: RewindTo = None
         positions = sorted({*(int(length * share) for share in SHARES), max(0, length - 1)})
     summary = await _summary(context, held)
     if summary is None:
-        context.sessions.get(_owner(request), session_id)  # it was deleted meanwhile
+        context.sessions.get(request.state.owner, session_id)  # it was deleted meanwhile
         raise FailedPrecondition("the session is closed")
     costs = None
     if held.busy is None:
@@ -325,7 +321,7 @@ async def _summary(context: Context, held: HeldSession) -> dict[str, Any] | None
 @router.delete("/{session_id}")
 async def delete(session_id: str, request: Request) -> Response:
     """Close a session. A call that runs in it ends as cancelled."""
-    await _context(request).sessions.close(_owner(request), session_id)
+    await context_of(request).sessions.close(request.state.owner, session_id)
     return JsonAnswer({"id": session_id, "object": "session", "deleted": True})
 
 
@@ -338,7 +334,7 @@ async def append(session_id: str, body: TextBody, request: Request) -> Response:
     content: Any = body.content()
     async with _used(request, session_id, "append") as session:
         with _errors_about("tokens" if body.text is None else "text"):
-            content = await unless_gone(request, added(_context(request), session, content))
+            content = await unless_gone(request, added(context_of(request), session, content))
             await unless_gone(request, session.append(content))
             return JsonAnswer({"id": session_id, "num_tokens": len(session)})
 
@@ -346,9 +342,9 @@ async def append(session_id: str, body: TextBody, request: Request) -> Response:
 @router.post("/{session_id}/generate", responses=STREAMED)
 async def generate(session_id: str, body: GenerateBody, request: Request) -> Response:
     """Continue, after a prompt or with an answer to messages. The session keeps the new tokens."""
-    context = _context(request)
+    context = context_of(request)
     check_lists(context, body.sampling()[0])
-    hints, messages = read_hints(context, _owner(request), body), body.messages
+    hints, messages = read_hints(context, request.state.owner, body), body.messages
     if messages is not None:
         messages, _, marks = without_marks(messages, [])
         pin_all(hints, marks)
@@ -356,7 +352,7 @@ async def generate(session_id: str, body: GenerateBody, request: Request) -> Res
     params = body.params(context.llm.default_params if messages is None else chat_defaults(context))
     stream = ClientSessionStream(
         context,
-        _owner(request),
+        request.state.owner,
         session_id,
         params,
         prompt=body.prompt,
@@ -373,7 +369,7 @@ async def generate(session_id: str, body: GenerateBody, request: Request) -> Res
     model = stream.session.adapter or context.model_name
     reply = SessionReply(request, context, body, [stream], [params], model=model, session_id=session_id)
     reply.hints = hints
-    return await answer_in_session(request, reply, stream)
+    return await answer_in_session(reply, stream)
 
 
 @router.post("/{session_id}/score")
@@ -382,7 +378,7 @@ async def score(session_id: str, body: TextBody, request: Request) -> Response:
     content: Any = body.content()
     async with _used(request, session_id, "score") as session:
         with _errors_about("tokens" if body.text is None else "text"):
-            content = await unless_gone(request, added(_context(request), session, content))
+            content = await unless_gone(request, added(context_of(request), session, content))
             scores = [finite(one) for one in await unless_gone(request, session.score(content))]
     return await long_answer({"id": session_id, "tokens": content, "logprobs": scores, "total_logprob": sum(scores)})
 
@@ -393,23 +389,16 @@ async def score(session_id: str, body: TextBody, request: Request) -> Response:
 @router.post("/{session_id}/fork")
 async def fork(session_id: str, body: ForkBody, request: Request) -> Response:
     """Fork a session: copies that share all pages with it until they are written to."""
-    context, owner = _context(request), _owner(request)
-    with _errors_about(None):
-        name, labels = checked_name(body.name), checked_labels(body.labels or {})
+    context, owner = context_of(request), request.state.owner
+    name, labels = _called(body)
     async with _used(request, session_id, "fork") as session:
         with context.sessions.room(owner, body.n):
             held = context.sessions.get(owner, session_id)
             ttl = context.sessions.lifetime(held.ttl if body.ttl is None else body.ttl, pinned=session.pinned)
             with _errors_about("at"):
                 children = await session.fork(body.at, n=body.n)
-            try:
-                labels = session.labels if body.labels is None else labels
-                made = await context.sessions.hold(
-                    owner, children, parent=session_id, ttl=ttl, name=name, labels=labels
-                )
-            except BaseException:
-                await asyncio.shield(asyncio.gather(*(child.close() for child in children)))
-                raise
+            labels = session.labels if body.labels is None else labels
+            made = await context.sessions.hold(owner, children, parent=session_id, ttl=ttl, name=name, labels=labels)
             return JsonAnswer({"ids": made, "parent": session_id, "num_tokens": len(children[0])})
 
 
@@ -431,7 +420,7 @@ async def edit(session_id: str, body: EditBody, request: Request) -> Response:
     windows had freed ``released``. ``blended``: tokens whose state has a new place,
     approximately."""
     content, given = body.content(), "tokens" if body.text is None else "text"
-    blend = read_blend(_context(request), body.blend)
+    blend = read_blend(context_of(request), body.blend)
     async with _used(request, session_id, "edit") as session:
         fields = {"span": "span", "mode": "mode", "blend": "blend"}
         with naming(fields, given, (InvalidArgument, Unsupported)):
@@ -457,7 +446,7 @@ async def commit(session_id: str, body: CommitBody, request: Request) -> Respons
     """Keep the session as it is now, as the next commit of a branch."""
     async with _used(request, session_id, "commit") as session:
         with naming({"message": "message"}, "name", (InvalidArgument,)):
-            made = await session.commit(body.name, body.message, force=body.force, owner=_owner(request))
+            made = await session.commit(body.name, body.message, force=body.force, owner=request.state.owner)
         return JsonAnswer({"id": session_id, "commit": commit_object(made)})
 
 
@@ -465,7 +454,7 @@ async def commit(session_id: str, body: CommitBody, request: Request) -> Respons
 async def use_adapter(session_id: str, body: AdapterBody, request: Request) -> Response:
     """Continue under a loaded adapter, or with null under the base model."""
     async with _used(request, session_id, "adapter") as session:
-        context = _context(request)
+        context = context_of(request)
         try:
             adapter = context.adapter_of(body.name)
         except ApiError as error:
@@ -487,27 +476,23 @@ async def use_adapter(session_id: str, body: AdapterBody, request: Request) -> R
 async def download(session_id: str, request: Request) -> Response:
     """Send the state file of a session."""
     async with _used(request, session_id, "state") as session:
-        return await saved_session(session, request, _context(request), name=f"{session_id}.quire")
+        return await saved_session(session, request, context_of(request), name=f"{session_id}.quire")
 
 
 # -- helpers ---------------------------------------------------------------------------------------
 
 
-def _context(request: Request) -> Context:
-    context: Context = request.app.state.context
-    return context
-
-
-def _owner(request: Request) -> str:
-    owner: str = request.state.owner
-    return owner
-
-
 @asynccontextmanager
 async def _used(request: Request, session_id: str, verb: str) -> AsyncIterator[AsyncSession]:
     """Yield a session for the time of one call, at whose end it is durable."""
-    async with _context(request).sessions.use(_owner(request), session_id, verb) as held:
+    async with context_of(request).sessions.use(request.state.owner, session_id, verb) as held:
         yield held.session
+
+
+def _called(body: CreateBody | CheckoutBody | ForkBody) -> tuple[str | None, Mapping[str, str]]:
+    """Return the name and the labels that a body gives to new sessions."""
+    with _errors_about(None):
+        return checked_name(body.name), checked_labels(body.labels or {})
 
 
 def _errors_about(param: str | None) -> AbstractContextManager[None]:

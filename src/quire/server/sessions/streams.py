@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 from quire.async_llm import AsyncSession, AsyncStream, SampleDelta
 from quire.async_llm.stream import PromptProgress
-from quire.base.errors import FailedPrecondition, NotFound
+from quire.base.errors import FailedPrecondition, NotFound, QuireError
 from quire.base.finalizers import unless_exiting
 from quire.base.hints import NO_HINTS, CacheHints
 from quire.base.outputs import RequestOutput
@@ -18,6 +18,9 @@ from quire.server.http.errors import api_error, bad_field
 from quire.server.openai.generation import added
 from quire.server.sessions.held import HeldSession
 from quire.sessions.chat_turns import ReadAnswer, TemplateInputs
+
+FAILED = SampleDelta(text="", token_ids=[], finish_reason="error")
+"""The last delta of a session that failed."""
 
 
 class ClientSessionStream(AsyncIterator[SampleDelta]):
@@ -38,6 +41,8 @@ class ClientSessionStream(AsyncIterator[SampleDelta]):
         inputs: TemplateInputs | None = None,
         model: str | None = None,
         hints: CacheHints = NO_HINTS,
+        raises: bool = True,
+        freed: Callable[[], object] = lambda: None,
     ) -> None:
         """Prepare to continue, after a prompt (text without BOS, or ids), or to answer messages.
 
@@ -47,7 +52,8 @@ class ClientSessionStream(AsyncIterator[SampleDelta]):
         Nothing happens before the first delta is asked for. That raises ``ApiError`` 404 for a
         session that the owner does not have, ``FailedPrecondition`` for one in use, ``ApiError``
         400 for another model, and the errors of ``Session.stream`` and ``Session.stream_chat``. The
-        session is then as it was.
+        session is then as it was. Without ``raises`` an error of the engine is the last delta,
+        ``FAILED``, and its answer is in ``failure``. ``freed`` is called when the session is free.
         """
         if prompt is not None and messages is not None:
             raise bad_field("messages", "prompt and messages are both given; give one of them")
@@ -61,6 +67,10 @@ class ClientSessionStream(AsyncIterator[SampleDelta]):
         self._inputs = inputs or TemplateInputs()
         self._model = model
         self._hints = hints
+        self._raises = raises
+        self._freed = freed
+        self.failure: Mapping[str, Any] = {}
+        """The answer to the error that was not raised."""
         self._held: HeldSession | None = None
         self._session: AsyncSession | None = None
         self._stream: AsyncStream | None = None
@@ -113,9 +123,12 @@ class ClientSessionStream(AsyncIterator[SampleDelta]):
             self._undo = None
             self._end()
             raise
-        except BaseException:
+        except BaseException as error:
             await asyncio.shield(self._end())
-            raise
+            if self._raises or not isinstance(error, QuireError):
+                raise
+            self.failure = api_error(error).body
+            return FAILED
 
     async def take(self) -> AsyncSession:
         """Take the session. Raise the errors about it that the first delta would raise."""
@@ -162,18 +175,20 @@ class ClientSessionStream(AsyncIterator[SampleDelta]):
     async def _finish(self) -> None:
         """Free the session once nothing runs on it any more."""
         held = self._held
-        if held is None:
-            return
         try:
             if self._stream is not None:
                 await self._stream.aclose()
-            if self._undo is not None:
+            if held is not None and self._undo is not None:
                 await held.session.rewind(to=self._undo)
         except FailedPrecondition:
             pass  # the session was closed meanwhile
         finally:
             self._held = None
-            await self._context.sessions.release_when_durable(held)
+            try:
+                if held is not None:
+                    await self._context.sessions.release_when_durable(held)
+            finally:
+                self._freed()
 
     async def aclose(self) -> None:
         """Cancel an unfinished request, and return when the session is free."""

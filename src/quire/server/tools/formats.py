@@ -51,32 +51,22 @@ Tools: TypeAlias = Sequence[Mapping[str, Any]]
 the request's body was checked to be."""
 
 
-def schemas_of(tools: Tools) -> dict[str, Mapping[str, Any]]:
-    """Return the JSON schemas of the parameters of each tool, by their names."""
-    schemas: dict[str, Mapping[str, Any]] = {}
-    for tool in tools:
-        properties = (tool["function"].get("parameters") or {}).get("properties")
-        schemas[tool["function"]["name"]] = properties if isinstance(properties, Mapping) else {}
-    return schemas
-
-
 class Offered:
     """The tools that a model may call."""
 
     def __init__(self, tools: Tools | None) -> None:
         """Take the tools; None if they are unknown."""
         self._roots = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools or ()}
-        self._schemas = schemas_of(tools or ())
-        self.names = None if tools is None else frozenset(self._schemas)
+        self.names = None if tools is None else frozenset(self._roots)
         self._types: dict[tuple[str, str], frozenset[str]] = {}
 
     def types(self, name: str, key: str) -> frozenset[str]:
         """Return the types that a parameter may have; none if its schema does not say."""
-        schema = self._schemas.get(name, {}).get(key)
-        if schema is None:
-            return frozenset()
         if (name, key) not in self._types:
-            self._types[name, key] = types_of(schema, self._roots[name])
+            root = self._roots.get(name, {})
+            properties = root.get("properties")
+            schema = properties.get(key) if isinstance(properties, Mapping) else None
+            self._types[name, key] = types_of(schema, root)
         return self._types[name, key]
 
 

@@ -40,7 +40,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from quire.server.tools.formats import Tools, schemas_of
+from quire.server.tools.formats import Offered, Tools
 from quire.server.tools.reader import Delta, MessageParser, overlap
 
 NAMES = ("harmony", "openai", "gpt_oss")
@@ -96,7 +96,7 @@ class HarmonyReader(MessageParser):
     def __init__(self, tools: Tools | None = None, *, in_reasoning: bool = False) -> None:
         """Begin a turn, inside the reasoning with ``in_reasoning``. Without ``tools``, no calls."""
         super().__init__()
-        self._offered = None if tools is None else schemas_of(tools)
+        self._offered = Offered(tools).names
         self._message = _Message(kind="reasoning") if in_reasoning else _PLAIN
         self._place: Literal["first", "header", "body", "closed", "over"] = "body" if in_reasoning else "first"
         """``first``: so far only text that may continue the prompt's header. ``closed``: after the

@@ -20,9 +20,9 @@ from typing import Literal
 from quire.server.tools.reader import Delta, MessageParser, overlap
 
 _MARKERS = (
-    ("mistral", "[THINK]", "[/THINK]"),
-    ("think", "<think>", "</think>"),
-    ("cohere", "<|START_THINKING|>", "<|END_THINKING|>"),
+    ("[THINK]", "[/THINK]"),
+    ("<think>", "</think>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
 )
 """Pairs of markers of models that think."""
 
@@ -31,7 +31,6 @@ _MARKERS = (
 class ReasoningFormat:
     """The markers of a model's reasoning."""
 
-    name: str
     opener: str
     closer: str
     opened: bool = False
@@ -118,8 +117,8 @@ def reasoning_for(chat_template: str) -> ReasoningFormat | None:
     """Return the markers of reasoning in a model's chat template; None if there are none."""
     # The template's text at the beginning of the model's turn.
     turn = chat_template.rpartition("add_generation_prompt")[2]
-    for name, opener, closer in _MARKERS:
+    for opener, closer in _MARKERS:
         if opener in chat_template or closer in chat_template:
             opened = "add_generation_prompt" in chat_template and opener in turn and closer not in turn
-            return ReasoningFormat(name=name, opener=opener, closer=closer, opened=opened)
+            return ReasoningFormat(opener=opener, closer=closer, opened=opened)
     return None
