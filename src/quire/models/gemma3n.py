@@ -15,7 +15,7 @@ Letters: T tokens, E model width, N residual streams, W width of a row, F inner 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import NormalDist
 from typing import Any
@@ -46,6 +46,7 @@ from quire.models.geometry import (
     rope_of,
     windows_of,
 )
+from quire.models.tensor_names import places_of
 from quire.nn.linear import Linear
 from quire.nn.mlp import GatedMLP
 from quire.nn.norm import RMSNorm
@@ -150,9 +151,7 @@ def gemma3n_spellings(config: Gemma3nConfig) -> Sequence[NameTable]:
         "altup.correction_coefs.weight": ("altup.correct.weight", (streams, streams)),
         "altup.correct_output_scale": ("altup.scale", (width,)),
     }
-    table = layered_names(config)
-    for theirs, (ours, shape) in sizes.items():
-        table[f"model.layers.{{}}.{theirs}"] = Place(parameter=f"{{}}.{ours}", shape=shape)
+    table = layered_names(config) | places_of(sizes, "model.layers.{}.", "{}.")
     for stream in range(streams - 1):
         for theirs, ours in (("altup_projections", "spread"), ("altup_unembed_projections", "gather")):
             place = Place(parameter=f"{ours}.{stream}.weight", shape=(width, width))
@@ -205,12 +204,19 @@ def _block(config: Gemma3nConfig, block: int, parameters: Parameters) -> AltUpBl
     )
 
 
+def moments(gate_TF: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the mean and the deviation of each row, ``[T, 1]``."""
+    return gate_TF.mean(dim=-1, keepdim=True), torch.std(gate_TF, dim=-1, keepdim=True, unbiased=False)
+
+
 @dataclass(slots=True, eq=False)
 class SparseMLP(GatedMLP):
     """A gated MLP that subtracts a cutoff from its gates and sets those below to 0: their mean, and
     the multiple of their deviation above which a normal distribution has ``1 - sparsity``."""
 
     sparsity: float = field(kw_only=True)
+    moments: Callable[[Tensor], tuple[Tensor, Tensor]] = moments
+    """Mean and deviation of the gates; ranks add what they need for it."""
 
     def __call__(self, x_TE: Tensor) -> Tensor:
         """Map ``[T, E]`` to a fresh ``[T, E]``."""
@@ -218,10 +224,6 @@ class SparseMLP(GatedMLP):
         mean_T1, deviation_T1 = self.moments(gate_TF)
         cutoff_T1 = mean_T1 + deviation_T1 * NormalDist().inv_cdf(self.sparsity)
         return self.down(ACTIVATIONS[self.activation](torch.relu(gate_TF - cutoff_T1)).mul_(up_TF))
-
-    def moments(self, gate_TF: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the mean and the deviation of each row, ``[T, 1]``."""
-        return gate_TF.mean(dim=-1, keepdim=True), torch.std(gate_TF, dim=-1, keepdim=True, unbiased=False)
 
 
 @dataclass(slots=True, eq=False)
