@@ -41,9 +41,8 @@ from quire.models.decoder import Decoder, DecoderConfig, MlpBuilder, gated_mlp
 from quire.models.gpt_oss import gpt_oss_mlp, gpt_oss_spellings, read_gpt_oss_config
 from quire.models.heads import DraftLayer
 from quire.models.hybrid_decoder import BlockBuilder, HybridDecoder, mixed_block
-from quire.models.mixtral import mixtral_spellings, read_mixtral_config
+from quire.models.mixtral import mixtral_spellings, phimoe_spellings, read_mixtral_config, read_phimoe_config
 from quire.models.mixture import mixture_mlp
-from quire.models.phimoe import phimoe_spellings, read_phimoe_config
 from quire.models.quantized import without_section
 from quire.models.qwen_moe import qwen_moe_spellings, read_qwen2_moe_config, read_qwen3_moe_config
 from quire.models.tensor_names import LLAMA_NAMES, Names, ignorable_names, name_table

@@ -30,7 +30,7 @@ from quire.models.hybrid_decoder import (
     split_blocks,
 )
 from quire.models.mixture import MixtureConfig, mixture_names, pass_over_training, read_layer_numbers, read_num_experts
-from quire.models.tensor_names import Names, name_table
+from quire.models.tensor_names import Names, map_names, name_table
 from quire.nn.short_conv import ShortConv, ShortConvShape
 from quire.weights.places import NameTable, Place
 
@@ -221,18 +221,13 @@ def lfm3_spellings(config: Lfm2Config) -> Sequence[NameTable]:
 def _with_mixer_names(config: Lfm2Config, decoder: Mapping[str, Place]) -> NameTable:
     table = only_attending(config, respelled(decoder, SPELLINGS))
     width, channels, taps = config.trunk.hidden_size, config.mixer.channels, config.mixer.taps
-    projected = (channels,) * 3
     for block in config.recurrent:
-        for theirs, ours, sizes, parts in (
-            ("in_proj", "project", (sum(projected), width), projected),
-            ("conv", "conv", (channels, 1, taps), ()),
-            ("out_proj", "out", (width, channels), ()),
-        ):
-            name, parameter = f"model.layers.{block}.conv.{theirs}", f"{block}.mixer.{ours}"
-            table[f"{name}.weight"] = Place(parameter=f"{parameter}.weight", shape=sizes, parts=parts)
-            if config.conv_bias:
-                bias = Place(parameter=f"{parameter}.bias", shape=sizes[:1], parts=parts, is_sum=ours == "out")
-                table[f"{name}.bias"] = bias
+        prefix, mixer, bias = f"model.layers.{block}.conv.", f"{block}.mixer", config.conv_bias
+        table |= map_names(prefix, ("in_proj",), f"{mixer}.project", (channels,) * 3, width, bias)
+        table |= map_names(prefix, ("out_proj",), f"{mixer}.out", (width,), channels, bias, is_sum=True)
+        table[f"{prefix}conv.weight"] = Place(parameter=f"{mixer}.conv.weight", shape=(channels, 1, taps))
+        if bias:
+            table[f"{prefix}conv.bias"] = Place(parameter=f"{mixer}.conv.bias", shape=(channels,))
     return table
 
 

@@ -23,7 +23,7 @@ from quire.models.config_fields import ConfigFields, config_reader
 from quire.models.decoder import DecoderConfig, Parameters, linear
 from quire.models.geometry import MAX_LAYERS, read_activation
 from quire.models.hybrid_decoder import HybridConfig, LayerIds, norm_of, read_taps
-from quire.models.tensor_names import IgnorableNames
+from quire.models.tensor_names import IgnorableNames, map_names, places_of
 from quire.nn.mamba import Mamba2Mixer, Mamba2Shape
 from quire.nn.norm import GatedRMSNorm
 from quire.ops.rows import ACTIVATIONS
@@ -173,28 +173,21 @@ def check_heads(fields: ConfigFields, shape: Mamba2Shape, width: int, heads: str
 
 def mamba_names(config: MambaConfig, prefix: str, block: str) -> dict[str, Place]:
     """Return the names of a mixer below ``prefix``; ``block`` is its number, or ``{}`` for all."""
-    shape, width = config.mixer, config.trunk.hidden_size
-    table: dict[str, Place] = {}
-
-    def add(theirs: str, ours: str, *sizes: int, parts: tuple[int, ...] = (), is_sum: bool = False) -> None:
-        place = Place(parameter=f"{block}.mixer.{ours}", shape=sizes, parts=parts, is_sum=is_sum)
-        table[f"{prefix}.{theirs}"] = place
-
+    shape, width, mixer = config.mixer, config.trunk.hidden_size, f"{block}.mixer"
     projected = (shape.width, *shape.convolved, shape.num_heads)
-    add("in_proj.weight", "project.weight", shape.projected, width, parts=projected)
-    add("conv1d.weight", "conv.weight", shape.channels, 1, shape.taps, parts=shape.convolved)
-    add("out_proj.weight", "out.weight", width, shape.width)
-    for theirs, ours in (("dt_bias", "step_bias"), ("A_log", "log_a"), ("D", "skip")):
-        add(theirs, ours, shape.num_heads)
-    if config.project_bias:
-        add("in_proj.bias", "project.bias", shape.projected, parts=projected)
+    table = map_names(f"{prefix}.", ("in_proj",), f"{mixer}.project", projected, width, config.project_bias)
+    table |= map_names(f"{prefix}.", ("out_proj",), f"{mixer}.out", (width,), shape.width, config.out_bias, is_sum=True)
+    convs: dict[str, tuple[int, ...]] = {"weight": (shape.channels, 1, shape.taps)}
     if config.conv_bias:
-        add("conv1d.bias", "conv.bias", shape.channels, parts=shape.convolved)
-    if config.out_bias:
-        add("out_proj.bias", "out.bias", width, is_sum=True)
+        convs["bias"] = (shape.channels,)
+    for part, sizes in convs.items():
+        place = Place(parameter=f"{mixer}.conv.{part}", shape=sizes, parts=shape.convolved)
+        table[f"{prefix}.conv1d.{part}"] = place
+    others = {"dt_bias": ("step_bias", (shape.num_heads,)), "A_log": ("log_a", (shape.num_heads,))}
+    others["D"] = "skip", (shape.num_heads,)
     if config.gated_norm:
-        add("norm.weight", "norm.weight", shape.width)
-    return table
+        others["norm.weight"] = "norm.weight", (shape.width,)
+    return table | places_of(others, f"{prefix}.", f"{mixer}.")
 
 
 def mamba_of(
