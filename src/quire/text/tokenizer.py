@@ -28,9 +28,8 @@ from quire.base.token_history import Ids
 from quire.text import long_texts
 from quire.text.control_tokens import control_tokens, finder
 from quire.text.decoder_stream import REPLACEMENT
-from quire.text.gguf_tokenizer import read_gguf_tokenizer
+from quire.text.gguf_tokenizer import FindMerges, merges_of, read_gguf_tokenizer
 from quire.text.inner_text import for_inner_text
-from quire.text.score_merges import FindMerges, merges_of
 from quire.text.token_bounds import longest_token
 from quire.text.token_bytes import TokenBytes, join_pieces
 from quire.text.tokenizer_process import TextEncoder, check_decoder
