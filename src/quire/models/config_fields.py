@@ -159,9 +159,13 @@ class ConfigFields:
     default replaces a missing or null field. A field without default is required.
     """
 
-    def __init__(self, values: Mapping[str, Any], source: str = "config.json") -> None:
+    def __init__(
+        self, values: Mapping[str, Any], source: str = "config.json", shown: Callable[[Any], str] = repr
+    ) -> None:
+        """``shown`` writes a value in an error."""
         self.values = values
         self.source = source
+        self._shown = shown
         self._read: set[str] = set()
 
     def get(self, name: str) -> Any:
@@ -173,7 +177,7 @@ class ConfigFields:
         return name in self.values
 
     def error(self, name: str, expected: str) -> CheckpointError:
-        found = repr(self.values[name]) if name in self.values else "missing"
+        found = self._shown(self.values[name]) if name in self.values else "missing"
         return CheckpointError(f"{self.source}: {name} is {found}; expected {expected}")
 
     def count(self, name: str, default: int | None = None) -> int:
