@@ -14,8 +14,7 @@ from typing import Any, TypeAlias
 
 from quire.base.config import CHAT_TEMPLATES
 from quire.base.errors import InvalidArgument, context_full
-from quire.text.chat_calls import SURROGATE, fill_contents_of_calls, read_calls, take_text_from_calls
-from quire.text.deprecated_messages import renewed
+from quire.text.chat_calls import SURROGATE, fill_contents_of_calls, read_calls, renewed, take_text_from_calls
 from quire.text.limited_process import LimitReached
 from quire.text.long_texts import TextLimit
 from quire.text.template_programs import ParsedTemplate, TemplateFailed, TextTooLong, parse, render_apart, render_here
