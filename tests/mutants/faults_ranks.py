@@ -191,8 +191,8 @@ MUTANTS = (
     Mutant(
         name="slices-cut-convolved-channels-as-one-part",
         file="nn/delta.py",
-        old="                    parts=self.convolved,\n",
-        new="",
+        old="conv_state(self.taps, self.convolved, dtype)",
+        new="conv_state(self.taps, (self.channels,), dtype)",
         tests=(f"{SLICES}::test_files_of_slices_are_those_of_one_process[qwen3-next]",),
     ),
     Mutant(

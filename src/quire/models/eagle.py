@@ -153,8 +153,6 @@ class EagleHead(Head):
     """An EAGLE-3 head."""
 
     fc: Linear
-    norm: Any
-    lm_head: Any
     ids: list[int] | None = None
     """The target's id of each token; None: the same."""
 
@@ -165,11 +163,6 @@ class EagleHead(Head):
     def following(self, y_TE: Tensor) -> Tensor:
         """See ``Head``: the output itself, without the norm."""
         return y_TE
-
-    def head(self, x_RE: Tensor) -> Tensor:
-        """See ``Head``."""
-        logits_RD: Tensor = self.lm_head(self.norm(x_RE)).float()
-        return logits_RD
 
     def target_ids(self, tokens: Sequence[int]) -> list[int]:
         """See ``Head``."""

@@ -96,7 +96,11 @@ Ignorable: TypeAlias = Callable[[Any], Container[str]]
 Build: TypeAlias = Callable[[Any, Mapping[str, Tensor], Mapping[str, Any]], LoadedModel]
 
 
-@dataclass(frozen=True, kw_only=True)
+def _no_draft_layer(config: Any) -> None:
+    return None
+
+
+@dataclass(frozen=True)
 class Family:
     """The functions from checkpoints of one architecture to models. The others take the
     configuration that ``read_config`` returns."""
@@ -107,9 +111,9 @@ class Family:
     """Reads config.json. Bad values are ``CheckpointError``, missing features ``Unsupported``."""
     name_tables: NameTables
     """Name tables of all spellings in checkpoints of the family; the commonest first."""
-    ignorable_names: Ignorable
-    build: Build
-    draft_layer: Callable[[Any], DraftLayer | None]
+    ignorable_names: Ignorable = ignorable_names
+    build: Build = Decoder
+    draft_layer: Callable[[Any], DraftLayer | None] = _no_draft_layer
     """Returns the first layer that drafts; None: there is none."""
 
 
@@ -139,28 +143,7 @@ DENSE: Mapping[str, tuple[str, tuple[str, ...], ConfigReader[DecoderConfig], Nam
 reader and names of tensors."""
 
 
-def _no_draft_layer(config: Any) -> None:
-    return None
-
-
-def _register(
-    architecture: str,
-    model_type: str,
-    state_kinds: tuple[str, ...],
-    read: ConfigReader[Any],
-    name_tables: NameTables,
-    ignorable: Ignorable = ignorable_names,
-    build: Build = Decoder,
-    draft_layer: Callable[[Any], DraftLayer | None] = _no_draft_layer,
-) -> None:
-    family = Family(
-        state_kinds=state_kinds,
-        read_config=read,
-        name_tables=name_tables,
-        ignorable_names=ignorable,
-        build=build,
-        draft_layer=draft_layer,
-    )
+def _register(architecture: str, model_type: str, family: Family) -> None:
     FAMILIES.register(architecture, family)
     if model_type:
         MODEL_TYPES[model_type] = architecture
@@ -173,7 +156,7 @@ def _mixture(
     name_tables: NameTables,
     mlp: MlpBuilder[Any] = mixture_mlp,
 ) -> None:
-    _register(architecture, model_type, WINDOWED, read, name_tables, build=partial(Decoder[Any], mlp=mlp))
+    _register(architecture, model_type, Family(WINDOWED, read, name_tables, build=partial(Decoder[Any], mlp=mlp)))
 
 
 def _hybrid(
@@ -187,7 +170,7 @@ def _hybrid(
     draft_layer: Callable[[Any], DraftLayer | None] = _no_draft_layer,
 ) -> None:
     build = partial(HybridDecoder[Any], block=block)
-    _register(architecture, model_type, state_kinds, read, name_tables, ignorable, build, draft_layer)
+    _register(architecture, model_type, Family(state_kinds, read, name_tables, ignorable, build, draft_layer))
 
 
 def _dense_tables(config: DecoderConfig, names: Names) -> Sequence[NameTable]:
@@ -196,9 +179,10 @@ def _dense_tables(config: DecoderConfig, names: Names) -> Sequence[NameTable]:
 
 for _name, (_type, _kinds, _read, _names) in DENSE.items():
     _tables, _ignorable = partial(_dense_tables, names=_names), partial(ignorable_names, names=_names)
-    _register(_name, _type, _kinds, _read, _tables, _ignorable)
+    _register(_name, _type, Family(_kinds, _read, _tables, _ignorable))
 
-_register("GlmForCausalLM", "glm", FULL, dense.read_glm_config, dense.glm_spellings, dense.glm_ignorable_names)
+_glm = Family(FULL, dense.read_glm_config, dense.glm_spellings, dense.glm_ignorable_names)
+_register("GlmForCausalLM", "glm", _glm)
 _mixture("MixtralForCausalLM", "mixtral", read_mixtral_config, mixtral_spellings)
 _mixture("PhimoeForCausalLM", "phimoe", read_phimoe_config, phimoe_spellings)
 _mixture("Qwen2MoeForCausalLM", "qwen2_moe", read_qwen2_moe_config, qwen_moe_spellings)
@@ -212,15 +196,17 @@ for _name, _type, _read_latent in (
 ):
     _build: Build = partial(deepseek.LatentDecoder[Any], mlp=mixture_mlp)
     _names_of = (deepseek.latent_mixture_spellings, deepseek.latent_mixture_ignorable_names)
-    _register(_name, _type, LATENT, _read_latent, *_names_of, _build, deepseek.latent_draft_layer)
+    _register(_name, _type, Family(LATENT, _read_latent, *_names_of, _build, deepseek.latent_draft_layer))
 _youtu: Build = partial(deepseek.LatentDecoder[Any], mlp=gated_mlp)
-_register("YoutuForCausalLM", "youtu", LATENT, deepseek.read_youtu_config, deepseek.latent_spellings, build=_youtu)
+_register(
+    "YoutuForCausalLM", "youtu", Family(LATENT, deepseek.read_youtu_config, deepseek.latent_spellings, build=_youtu)
+)
 
 for _name, _type, _read_layered, _spellings, _build in (
     ("Gemma3nForCausalLM", "gemma3n_text", gemma3n.read_gemma3n_config, gemma3n.gemma3n_spellings, gemma3n.gemma3n),
     ("Gemma4ForCausalLM", "gemma4_text", gemma4.read_gemma4_config, gemma4.gemma4_spellings, gemma4.gemma4),
 ):
-    _register(_name, _type, WINDOWED, _read_layered, _spellings, gemma_layers.layered_ignorable_names, _build)
+    _register(_name, _type, Family(WINDOWED, _read_layered, _spellings, gemma_layers.layered_ignorable_names, _build))
 _mamba: BlockBuilder[Any] = partial(mixed_block, mixer=mamba2.mamba_of)
 _hybrid("BambaForCausalLM", "bamba", bamba.read_bamba_config, bamba.bamba_spellings, _mamba)
 _hybrid(

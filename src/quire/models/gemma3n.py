@@ -14,7 +14,6 @@ Letters: T tokens, E model width, N residual streams, W width of a row, F inner 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import NormalDist
@@ -27,6 +26,7 @@ from quire.contracts.model import Pass
 from quire.models.blocks import FeedForward, Mixer
 from quire.models.config_fields import ConfigFields, refuse_unsupported
 from quire.models.decoder import Parameters, gated_mlp, linear
+from quire.models.gemma import scaled_fields
 from quire.models.gemma_layers import (
     LayeredConfig,
     LayeredDecoder,
@@ -39,11 +39,10 @@ from quire.models.gemma_layers import (
 )
 from quire.models.geometry import (
     DecoderGeometry,
-    read_activation,
     read_geometry,
     read_layer_types,
     read_window,
-    rope_of,
+    ropes_of,
     windows_of,
 )
 from quire.models.tensor_names import places_of
@@ -85,24 +84,18 @@ def read_gemma3n_config(values: Mapping[str, Any], max_model_len: int | None = N
         fields, "Gemma3nForCausalLM", "gemma3n_text", max_model_len, kv_heads_required=True, head_dim=256
     )
     windowed = read_layer_types(fields, geometry.num_layers) or geometry.all_but_every(5)
-    full = rope_of(fields, geometry, layer_type="full_attention", theta_default=1_000_000.0)
-    sliding = rope_of(fields, geometry, layer_type="sliding_attention")
+    ropes = ropes_of(fields, geometry, windowed)
     streams, active = fields.count("altup_num_inputs", 4), fields.whole("altup_active_idx", 0)
     if active >= streams:
         raise fields.error("altup_active_idx", f"less than altup_num_inputs ({streams})")
     fields.get("altup_coef_clip")  # Clips coefficients in training alone.
     config = Gemma3nConfig(
-        **geometry.common(),
+        **scaled_fields(fields, geometry),
         layers=geometry.layers(
-            [sliding if one else full for one in windowed],
+            ropes,
             windows_of(fields, windowed, read_window(fields, 512)),
             sm_scale=1.0,
         ),
-        norm_eps=fields.number("rms_norm_eps", 1e-6),
-        activation=read_activation(fields, "hidden_activation", "gelu_pytorch_tanh"),
-        tie_embeddings=fields.flag("tie_word_embeddings", True),
-        embedding_scale=math.sqrt(geometry.hidden_size),
-        round_embedding_scale=True,
         logit_softcap=fields.optional_number("final_logit_softcapping", 30.0),
         sources=read_sources(fields, windowed, 15),
         inner_sizes=_inner_sizes(fields, geometry, inner),

@@ -225,6 +225,14 @@ def windows_of(fields: ConfigFields, windowed: Sequence[bool], window: int | Non
     return tuple(window if one else None for one in windowed)
 
 
+def ropes_of(fields: ConfigFields, geometry: DecoderGeometry, windowed: Sequence[bool]) -> list[RopeSpec]:
+    """Read each layer's RoPE. With a window it has another base than without, where that is
+    1,000,000 by default (Gemma 3, LFM3)."""
+    full = rope_of(fields, geometry, layer_type="full_attention", theta_default=1_000_000.0)
+    sliding = rope_of(fields, geometry, layer_type="sliding_attention")
+    return [sliding if one else full for one in windowed]
+
+
 def rope_of(
     fields: ConfigFields,
     geometry: DecoderGeometry,

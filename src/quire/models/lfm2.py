@@ -20,6 +20,7 @@ from quire.models.geometry import (
     read_layer_types,
     read_window,
     rope_of,
+    ropes_of,
     windows_of,
 )
 from quire.models.hybrid_decoder import (
@@ -133,14 +134,11 @@ def read_lfm3_config(values: Mapping[str, Any], max_model_len: int | None = None
         values["layer_types"] = list(kinds)
     attends = read_layer_types(fields, geometry.num_layers, LFM3_KINDS) or ()
     windowed = tuple(kind == "sliding_attention" for kind in values["layer_types"])
-    full = rope_of(fields, geometry, layer_type="full_attention", theta_default=1_000_000.0)
-    sliding = rope_of(fields, geometry, layer_type="sliding_attention")
+    ropes = ropes_of(fields, geometry, windowed)
     bias, gated = fields.flag("attention_bias", False), fields.flag("use_attention_gate", True)
     trunk = DecoderConfig(
         **geometry.common(),
-        layers=geometry.layers(
-            [sliding if one else full for one in windowed], windows_of(fields, windowed, read_window(fields, 256))
-        ),
+        layers=geometry.layers(ropes, windows_of(fields, windowed, read_window(fields, 256))),
         norm_eps=fields.number("norm_eps", 1e-5),
         placement="sandwich" if fields.flag("use_sandwich_norm", True) else "pre",
         head_norms="shared",
