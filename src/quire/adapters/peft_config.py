@@ -19,7 +19,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import regex
 
-from quire.base.errors import CheckpointError, NotFound, Unsupported
+from quire.base.errors import CheckpointError, NotFound, Unsupported, some
 from quire.models.config_fields import ConfigFields
 
 CONFIG_FILE = "adapter_config.json"
@@ -206,11 +206,8 @@ def read_lora_config(path: Path) -> LoraConfig:
     file = path / CONFIG_FILE
     if not os.path.exists(file):
         below = sorted(one.parent.name for one in path.glob(f"*/{CONFIG_FILE}"))
-        there = f"; there are adapters in it, in {', '.join(map(shown, below[:4]))}" if below else ""
-        more = f" and {len(below) - 4} more" if len(below) > 4 else ""
-        raise NotFound(
-            f"{path} holds no adapter: it has no {CONFIG_FILE}; expected a directory that PEFT saved{there}{more}"
-        )
+        there = f"; there are adapters in it, in {some([*map(shown, below)])}" if below else ""
+        raise NotFound(f"{path} holds no adapter: it has no {CONFIG_FILE}; expected a directory that PEFT saved{there}")
     if not file.is_file():  # reading a pipe could wait forever
         raise CheckpointError(f"{file} is no regular file; expected one that PEFT saved")
     try:

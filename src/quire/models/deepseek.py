@@ -27,7 +27,7 @@ from quire.models.config_fields import ConfigFields, config_reader
 from quire.models.decoder import Decoder, DecoderConfig, MlpBuilder, Parameters, linear
 from quire.models.geometry import MAX_LAYERS, DecoderGeometry, read_geometry, rope_of
 from quire.models.heads import DraftLayer
-from quire.models.mixture import MixtureConfig, mixture_names, pass_over_training, read_num_experts
+from quire.models.mixture import PROJECTIONS, MixtureConfig, mixture_names, pass_over_training, read_num_experts
 from quire.models.rope_config import yarn_magnitude
 from quire.models.tensor_names import (
     IgnorableNames,
@@ -44,8 +44,6 @@ from quire.weights.places import NameTable, Place
 
 LATENT_NORM_EPS = 1e-6
 """Epsilon of the latents' norms; the authors' code and transformers ignore ``rms_norm_eps``."""
-PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-"""Names of an expert's gate, up and down projections."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -26,6 +26,8 @@ from quire.nn.experts import ActivatedGate, ExpertLinear, Experts, Gate, Mixture
 from quire.weights.lazy_parameters import late
 from quire.weights.places import Place
 
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+"""Usual names of an expert's gate, up and down projections."""
 MAX_EXPERTS = 4096
 """A bound above any layer's, so that a damaged config.json does not cost memory."""
 
@@ -206,6 +208,14 @@ def _shared_expert(config: MixtureConfig, layer: str, prefix: str) -> dict[str, 
     if config.shared_gate:
         table[f"{prefix}_gate.weight"] = Place(parameter=f"{layer}.shared_gate.weight", shape=(1, width))
     return table
+
+
+def read_dense_layers(fields: ConfigFields, num_layers: int) -> tuple[int, ...]:
+    """Return the layers without experts: those of ``mlp_only_layers``, and all but the last of each
+    ``decoder_sparse_step`` layers."""
+    step = fields.count("decoder_sparse_step", 1)
+    listed = read_layer_numbers(fields, "mlp_only_layers", num_layers)
+    return tuple(layer for layer in range(num_layers) if layer in listed or (layer + 1) % step)
 
 
 def read_layer_numbers(fields: ConfigFields, name: str, num_layers: int) -> Collection[int]:

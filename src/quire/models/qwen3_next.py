@@ -25,10 +25,11 @@ from quire.models.geometry import DecoderGeometry, read_geometry, read_layer_typ
 from quire.models.heads import DraftLayer
 from quire.models.hybrid_decoder import HybridConfig, read_taps, split_blocks
 from quire.models.mixture import (
+    PROJECTIONS,
     MixtureConfig,
     mixture_names,
     pass_over_training,
-    read_layer_numbers,
+    read_dense_layers,
     read_num_experts,
 )
 from quire.models.rope_config import without_sections
@@ -74,13 +75,10 @@ def read_qwen3_next_config(values: Mapping[str, Any], max_model_len: int | None 
     """Read ``Qwen3NextForCausalLM``: experts by ``decoder_sparse_step`` and ``mlp_only_layers``."""
     fields = ConfigFields(values)
     geometry = _geometry(fields, "Qwen3NextForCausalLM", "qwen3_next", max_model_len)
-    step = fields.count("decoder_sparse_step", 1)
-    plain = read_layer_numbers(fields, "mlp_only_layers", geometry.num_layers)
-    dense = tuple(block for block in range(geometry.num_layers) if block in plain or (block + 1) % step)
     trunk = MixtureConfig(
         **_trunk(fields, geometry),
         **_experts(fields, renormalise=fields.flag("norm_topk_prob", True)),
-        dense_layers=dense,
+        dense_layers=read_dense_layers(fields, geometry.num_layers),
     )
     return _config(fields, trunk, interleaved=True)
 
@@ -190,7 +188,7 @@ def delta_spellings(config: DeltaConfig) -> Sequence[NameTable]:
     """Return tables for single and for stacked experts; one table if there are no experts."""
     trunk = config.trunk
     if isinstance(trunk, MixtureConfig):
-        single = mixture_names(trunk, projections=("gate_proj", "up_proj", "down_proj"))
+        single = mixture_names(trunk, projections=PROJECTIONS)
         tables = [single, mixture_names(trunk)]
     else:
         tables = [name_table(trunk)]
