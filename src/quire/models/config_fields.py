@@ -220,6 +220,11 @@ class ConfigFields:
         expected = " or ".join(json.dumps(one) for one in (*accepted, None))
         raise Unsupported(f"{self.source}: {name} is {_short(value)}, which is not supported; expected {expected}")
 
+    def expect_model_type(self, model_type: str, architecture: str) -> None:
+        """Raise ``CheckpointError`` for the ``model_type`` of another architecture."""
+        if self.get("model_type") not in (None, model_type):
+            raise self.error("model_type", f"{model_type!r}, which goes with {architecture}")
+
     def flag(self, name: str, default: bool | None = None) -> bool:
         value = self.get(name)
         if value is None and default is not None:

@@ -25,10 +25,10 @@ from quire.contracts.experts import Routing
 from quire.contracts.layers import FullAttention, LatentAttention
 from quire.models.config_fields import ConfigFields, config_reader
 from quire.models.decoder import Decoder, DecoderConfig, MlpBuilder, Parameters, linear
-from quire.models.geometry import MAX_LAYERS, DecoderGeometry, read_geometry, rope_of
+from quire.models.geometry import MAX_LAYERS, DecoderGeometry, read_geometry
 from quire.models.heads import DraftLayer
 from quire.models.mixture import PROJECTIONS, MixtureConfig, mixture_names, pass_over_training, read_num_experts
-from quire.models.rope_config import yarn_magnitude
+from quire.models.rope_config import read_rope, yarn_magnitude
 from quire.models.tensor_names import (
     IgnorableNames,
     ignorable_names,
@@ -294,7 +294,7 @@ def _common(
     fields: ConfigFields, geometry: DecoderGeometry, sizes: LatentSizes, *, tied: bool, eps: float
 ) -> dict[str, Any]:
     """Return the fields of any decoder with latent attention; ``tied`` and ``eps`` are defaults."""
-    rope = rope_of(fields, geometry, interleaved=fields.flag("rope_interleave", True))
+    rope = read_rope(fields, geometry, interleaved=fields.flag("rope_interleave", True))
     head_dim = sizes.nope_dim + sizes.rope_dim
     spec = FullAttention(
         num_heads=geometry.num_heads,

@@ -22,8 +22,9 @@ from quire.contracts.model import Pass, num_blocks
 from quire.models.config_fields import ConfigFields, refuse_unsupported
 from quire.models.decoder import DecoderConfig, Parameters, attention_of, gated_mlp, linear, norm_of
 from quire.models.families import LoadedModel
-from quire.models.geometry import read_geometry, rope_of
+from quire.models.geometry import read_geometry
 from quire.models.heads import Head, read_parameters, target_logits
+from quire.models.rope_config import read_rope
 from quire.models.sources import open_weights, read_config
 from quire.models.tensor_names import LLAMA_NAMES, ignorable_names, name_table
 from quire.nn.embedding import Embedding
@@ -75,7 +76,7 @@ def read_eagle_config(values: Mapping[str, Any], target: LoadedModel, max_len: i
         raise _of_another(fields, name, f"the model's width, {target.hidden_size}")
     trunk = DecoderConfig(
         **{**geometry.usual(fields), "tie_embeddings": False},
-        layers=geometry.layers(rope_of(fields, geometry)),
+        layers=geometry.layers(read_rope(fields, geometry)),
         mlp_bias=fields.flag("mlp_bias", False),
     )
     config = EagleConfig(

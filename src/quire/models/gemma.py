@@ -20,10 +20,10 @@ from quire.models.geometry import (
     read_geometry,
     read_layer_types,
     read_window,
-    rope_of,
     ropes_of,
     windows_of,
 )
+from quire.models.rope_config import read_rope
 from quire.models.tensor_names import Names
 
 GEMMA_NAMES = Names(
@@ -63,7 +63,7 @@ def read_gemma2_config(fields: ConfigFields, max_model_len: int | None) -> Decod
     return DecoderConfig(
         **_common(fields, geometry),
         layers=geometry.layers(
-            rope_of(fields, geometry),
+            read_rope(fields, geometry),
             windows_of(fields, windowed, read_window(fields, 4096)),
             sm_scale=fields.number("query_pre_attn_scalar", 256.0) ** -0.5,
             softcap=fields.optional_number("attn_logit_softcapping", 50.0),
@@ -82,8 +82,7 @@ def read_gemma3_config(fields: ConfigFields, max_model_len: int | None) -> Decod
 def read_gemma3_with_vision_config(fields: ConfigFields, max_model_len: int | None) -> DecoderConfig:
     """Read ``text_config`` of ``Gemma3ForConditionalGeneration``. The image encoder is not loaded;
     its outputs can come as embeddings."""
-    if fields.get("model_type") not in (None, "gemma3"):
-        raise fields.error("model_type", "'gemma3', which goes with Gemma3ForConditionalGeneration")
+    fields.expect_model_type("gemma3", "Gemma3ForConditionalGeneration")
     fields.get("vision_config")
     text = {**GEMMA3_TEXT_DEFAULTS, **fields.mapping("text_config")}
     text.setdefault("tie_word_embeddings", fields.flag("tie_word_embeddings", True))

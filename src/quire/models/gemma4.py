@@ -43,10 +43,10 @@ from quire.models.geometry import (
     read_geometry,
     read_layer_types,
     read_window,
-    rope_of,
     windows_of,
 )
 from quire.models.mixture import read_num_experts
+from quire.models.rope_config import read_rope
 from quire.nn.experts import ActivatedGate, ExpertLinear, Experts, Router
 from quire.nn.norm import RMSNorm
 from quire.weights.lazy_parameters import late
@@ -139,7 +139,7 @@ def _layers(
         for name in changes.unread():
             changes.expect(name)
         kind = "sliding_attention" if one else "full_attention"
-        found += sizes.layers(rope_of(fields, sizes, layer_type=kind), window, sm_scale=1.0)
+        found += sizes.layers(read_rope(fields, sizes, layer_type=kind), window, sm_scale=1.0)
     return tuple(found)
 
 

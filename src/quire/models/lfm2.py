@@ -19,7 +19,6 @@ from quire.models.geometry import (
     read_geometry,
     read_layer_types,
     read_window,
-    rope_of,
     ropes_of,
     windows_of,
 )
@@ -31,6 +30,7 @@ from quire.models.hybrid_decoder import (
     split_blocks,
 )
 from quire.models.mixture import MixtureConfig, mixture_names, pass_over_training, read_layer_numbers, read_num_experts
+from quire.models.rope_config import read_rope
 from quire.models.tensor_names import Names, map_names, name_table
 from quire.nn.short_conv import ShortConv, ShortConvShape
 from quire.weights.places import NameTable, Place
@@ -153,7 +153,7 @@ def read_lfm3_config(values: Mapping[str, Any], max_model_len: int | None = None
 def _common(fields: ConfigFields, geometry: DecoderGeometry) -> dict[str, Any]:
     return {
         **geometry.common(),
-        "layers": geometry.layers(rope_of(fields, geometry, theta_default=1_000_000.0)),
+        "layers": geometry.layers(read_rope(fields, geometry, theta_default=1_000_000.0)),
         "norm_eps": fields.number("norm_eps", 1e-5),
         "head_norms": "shared",
         "tie_embeddings": fields.flag("tie_word_embeddings", True),

@@ -69,21 +69,11 @@ class MambaConfig(HybridConfig):
 @config_reader
 def read_mamba2_config(fields: ConfigFields, max_model_len: int | None) -> MambaConfig:
     """Read ``Mamba2ForCausalLM`` with the defaults of transformers for missing sizes."""
-    if fields.get("model_type") not in (None, "mamba2"):
-        raise fields.error("model_type", "'mamba2', which goes with Mamba2ForCausalLM")
+    fields.expect_model_type("mamba2", "Mamba2ForCausalLM")
     hidden_size, num_blocks = fields.count("hidden_size"), fields.count("num_hidden_layers")
     if num_blocks > MAX_LAYERS:
         raise fields.error("num_hidden_layers", f"an integer from 1 to {MAX_LAYERS}")
-    least, greatest = read_step_limit(fields)
-    shape = Mamba2Shape(
-        num_heads=fields.count("num_heads", 128),
-        head_dim=fields.count("head_dim", 64),
-        num_groups=fields.count("n_groups", 8),
-        state_size=fields.count("state_size", 128),
-        taps=read_taps(fields, "conv_kernel", 4),
-        least_step=least,
-        greatest_step=greatest,
-    )
+    shape = read_shape(fields, ("num_heads", "head_dim", "state_size"), read_step_limit(fields))
     check_heads(fields, shape, int(fields.number("expand", 2) * hidden_size), "num_heads", "n_groups")
     # These decide how weights are drawn before training, and how a long prompt is cut.
     for name in ("time_step_rank", "time_step_min", "time_step_max", "time_step_floor", "rescale_prenorm_residual"):
@@ -140,6 +130,21 @@ def bare_block(config: MambaConfig, block: int, ids: LayerIds, parameters: Param
     assert ids.recurrent is not None
     mixer = mamba_of(config, block, ids.recurrent, parameters)
     return BareBlock(norm_of(config, parameters, f"{block}.mixer_norm"), mixer)
+
+
+def read_shape(fields: ConfigFields, names: tuple[str, str, str], steps: tuple[float, float | None]) -> Mamba2Shape:
+    """Read a mixer of Mamba-2 or Nemotron-H, which have their own ``names`` of the heads, their
+    size and that of the state. ``steps``: the bounds of time steps."""
+    heads, head_dim, state_size = names
+    return Mamba2Shape(
+        num_heads=fields.count(heads, 128),
+        head_dim=fields.count(head_dim, 64),
+        num_groups=fields.count("n_groups", 8),
+        state_size=fields.count(state_size, 128),
+        taps=read_taps(fields, "conv_kernel", 4),
+        least_step=steps[0],
+        greatest_step=steps[1],
+    )
 
 
 def read_step_limit(fields: ConfigFields) -> tuple[float, float | None]:

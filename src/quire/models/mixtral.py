@@ -14,8 +14,9 @@ from __future__ import annotations
 
 from quire.contracts.experts import Routing
 from quire.models.config_fields import ConfigFields, config_reader
-from quire.models.geometry import DecoderGeometry, expect_layer_types, read_geometry, read_window, rope_of
+from quire.models.geometry import DecoderGeometry, expect_layer_types, read_geometry, read_window
 from quire.models.mixture import MixtureConfig, mixture_names, pass_over_training, read_num_experts
+from quire.models.rope_config import read_rope
 from quire.weights.places import NameTable
 
 
@@ -27,7 +28,7 @@ def read_mixtral_config(fields: ConfigFields, max_model_len: int | None) -> Mixt
     pass_over_training(fields)
     return MixtureConfig(
         **geometry.usual(fields, 1e-5, qkv_bias=False),
-        layers=geometry.layers(rope_of(fields, geometry, theta_default=1_000_000.0), window),
+        layers=geometry.layers(read_rope(fields, geometry, theta_default=1_000_000.0), window),
         num_experts=num_experts,
         expert_size=geometry.intermediate_size,
         routing=Routing(top_k=top_k, renormalise=True),
@@ -44,7 +45,7 @@ def read_phimoe_config(fields: ConfigFields, max_model_len: int | None) -> Mixtu
     noise = 0.0 if fields.get("router_jitter_noise") == 0 else fields.number("router_jitter_noise", 0.01)
     pass_over_training(fields)
     fields.get("input_jitter_noise")
-    rope = rope_of(fields, geometry, theta_default=1_000_000.0, magnitudes=True)
+    rope = read_rope(fields, geometry, theta_default=1_000_000.0, magnitudes=True)
     return MixtureConfig(
         **geometry.usual(fields, 1e-5),
         layers=geometry.layers(rope, window),

@@ -23,8 +23,8 @@ from quire.models.blocks import BareBlock, FeedForward, FeedForwardBlock
 from quire.models.config_fields import ConfigFields, refuse_unsupported
 from quire.models.decoder import DecoderConfig, Parameters, linear
 from quire.models.geometry import MAX_LAYERS, DecoderGeometry, read_activation, read_geometry
-from quire.models.hybrid_decoder import LayerIds, attention_of, norm_of, read_taps
-from quire.models.mamba2 import MambaConfig, check_heads, mamba_names, mamba_of
+from quire.models.hybrid_decoder import LayerIds, attention_of, norm_of
+from quire.models.mamba2 import MambaConfig, check_heads, mamba_names, mamba_of, read_shape
 from quire.models.mixture import (
     MixtureConfig,
     correction_place,
@@ -35,7 +35,6 @@ from quire.models.mixture import (
 )
 from quire.models.tensor_names import IgnorableNames, map_names
 from quire.nn.experts import LatentMixture, MixtureOfExperts, SharedExpert, SquaredGate
-from quire.nn.mamba import Mamba2Shape
 from quire.nn.mlp import SquaredMLP
 from quire.weights.places import NameTable, Place
 
@@ -98,14 +97,8 @@ def read_nemotron_h_config(values: Mapping[str, Any], max_model_len: int | None 
     fields.expect("sliding_window")
     fields.expect("mlp_hidden_act", "relu2")
     fields.expect("tie_word_embeddings", False)
-    shape = Mamba2Shape(
-        num_heads=fields.count("mamba_num_heads", 128),
-        head_dim=fields.count("mamba_head_dim", 64),
-        num_groups=fields.count("n_groups", 8),
-        state_size=fields.count("ssm_state_size", 128),
-        taps=read_taps(fields, "conv_kernel", 4),
-        least_step=fields.number("time_step_min", 1e-3),
-    )
+    least = fields.number("time_step_min", 1e-3)
+    shape = read_shape(fields, ("mamba_num_heads", "mamba_head_dim", "ssm_state_size"), (least, None))
     check_heads(fields, shape, shape.width, "mamba_num_heads", "n_groups")
     bias = fields.flag("use_bias", False)
     _pass_over(fields)

@@ -21,7 +21,7 @@ from quire.contracts.experts import Routing
 from quire.contracts.ranks import Share
 from quire.models.config_fields import ConfigFields, refuse_unsupported
 from quire.models.decoder import DecoderConfig, Parameters, linear
-from quire.models.geometry import DecoderGeometry, read_geometry, read_layer_types, rope_of
+from quire.models.geometry import DecoderGeometry, read_geometry, read_layer_types
 from quire.models.heads import DraftLayer
 from quire.models.hybrid_decoder import HybridConfig, read_taps, split_blocks
 from quire.models.mixture import (
@@ -32,7 +32,7 @@ from quire.models.mixture import (
     read_dense_layers,
     read_num_experts,
 )
-from quire.models.rope_config import without_sections
+from quire.models.rope_config import read_rope, without_sections
 from quire.models.tensor_names import (
     LLAMA_NAMES,
     IgnorableNames,
@@ -109,8 +109,7 @@ def read_qwen3_5_moe_with_vision_config(values: Mapping[str, Any], max_model_len
 def _text_of(values: Mapping[str, Any], model_type: str, architecture: str) -> ConfigFields:
     """Return the fields of ``text_config``; read or refuse the fields outside of it."""
     fields = ConfigFields(values)
-    if fields.get("model_type") not in (None, model_type):
-        raise fields.error("model_type", f"{model_type!r}, which goes with {architecture}")
+    fields.expect_model_type(model_type, architecture)
     fields.get("vision_config")
     text = without_sections(fields.mapping("text_config"))
     tied = fields.flag("tie_word_embeddings", bool(text.get("tie_word_embeddings", False)))
@@ -141,7 +140,7 @@ def _geometry(fields: ConfigFields, architecture: str, model_type: str, max_mode
 
 
 def _trunk(fields: ConfigFields, geometry: DecoderGeometry) -> dict[str, Any]:
-    layers = geometry.layers(rope_of(fields, geometry, partial_default=0.25))
+    layers = geometry.layers(read_rope(fields, geometry, partial_default=0.25))
     return {**geometry.usual(fields), "layers": layers, "norm": "offset_rms", "head_norms": "shared"}
 
 

@@ -18,7 +18,6 @@ from quire.models.geometry import (
     read_geometry,
     read_layer_types,
     read_window,
-    rope_of,
     windows_of,
 )
 from quire.models.mixture import (
@@ -29,6 +28,7 @@ from quire.models.mixture import (
     read_dense_layers,
     read_num_experts,
 )
+from quire.models.rope_config import read_rope
 from quire.weights.floats import TRANSPOSED
 from quire.weights.places import NameTable
 
@@ -40,7 +40,7 @@ def read_qwen2_moe_config(fields: ConfigFields, max_model_len: int | None) -> Mi
     return MixtureConfig(
         **geometry.usual(fields, qkv_bias=fields.flag("qkv_bias", True)),
         **_experts(fields, geometry),
-        layers=geometry.layers(rope_of(fields, geometry), _qwen2_windows(fields, geometry)),
+        layers=geometry.layers(read_rope(fields, geometry), _qwen2_windows(fields, geometry)),
         shared_size=fields.count("shared_expert_intermediate_size"),
     )
 
@@ -56,7 +56,7 @@ def read_qwen3_moe_config(fields: ConfigFields, max_model_len: int | None) -> Mi
     return MixtureConfig(
         **geometry.usual(fields),
         **_experts(fields, geometry),
-        layers=geometry.layers(rope_of(fields, geometry), window),
+        layers=geometry.layers(read_rope(fields, geometry), window),
         head_norms="shared",
     )
 
