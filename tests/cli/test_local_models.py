@@ -46,6 +46,8 @@ def test_nothing_is_found_where_nothing_is(home: Path) -> None:
     write(Path("notes/config.json"), {"colour": "blue"})
     write(Path("notes/model.safetensors"), b"x")
     write(Path("broken/config.json"), b"{")
+    write(Path("deep/config.json"), b"[" * 100_000)
+    write(Path("deep/model.safetensors"), b"x")
     write(Path("mmproj-x.gguf"), GGUF)
     write(Path("half-00001-of-00002.gguf"), GGUF)
     write(home / ".ollama/models/manifests/r/library/x/latest", b"not JSON")

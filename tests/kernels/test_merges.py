@@ -11,7 +11,7 @@ from tokenizers.models import BPE
 
 from quire.kernels.merges import LONG, scored_merges, used_merges
 from quire.kernels.native_library import native_problem
-from quire.text.score_merges import Merges, merges_of
+from quire.text.gguf_tokenizer import Merges, merges_of
 
 pytestmark = pytest.mark.skipif(bool(native_problem()), reason=native_problem())
 

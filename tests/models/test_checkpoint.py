@@ -16,6 +16,7 @@ from quire.base.errors import CheckpointError, InvalidArgument, QuireError, Reso
 from quire.models import loading
 from quire.models.families import FAMILIES
 from quire.models.loading import load_model
+from quire.models.sources import read_config, read_generation_config
 from quire.weights import lazy_parameters
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.places import Place, expand, parameter_shapes
@@ -192,6 +193,14 @@ def test_shards_that_are_missing_damaged_or_overlap(sharded: Path) -> None:
     (sharded / INDEX_FILE).write_text("{")
     with pytest.raises(CheckpointError, match=f"{INDEX_FILE} cannot be read as JSON"):
         load_model(sharded)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "[" * 100_000])
+def test_damaged_files_beside_config_json_are_named(single_file: Path, content: str) -> None:
+    for name, read in (("generation_config.json", read_generation_config), ("hf_quant_config.json", read_config)):
+        (single_file / name).write_text(content)
+        with pytest.raises(CheckpointError, match=f"^{single_file / name} (is not readable|holds no) JSON"):
+            read(single_file)
 
 
 @pytest.mark.usefixtures("no_memory")

@@ -24,7 +24,7 @@ from quire.kv.formats.plain import PlainFormat
 from quire.models.config_fields import read_config_file
 from quire.models.fallback import read_foreign
 from quire.models.loading import load_model
-from quire.models.probe import ProbeCache
+from quire.models.probe import ProbePass
 
 LAYERS, WIDTH, LENGTH, VOCAB = 4, 48, 26, 101
 SIZES: dict[str, Any] = {
@@ -183,14 +183,14 @@ def test_layers_and_files_are_the_same_with_and_without_the_refusal_of_sinks() -
 def test_the_comparison_runs_where_the_model_is() -> None:
     device = torch.device("meta")
     spec = FullAttention(num_heads=2, num_kv_heads=1, head_dim=4, value_dim=3)
-    rows = ProbeCache([spec], device)
+    pass_ = ProbePass([spec], device)
     for start, stop in ((0, 3), (3, 4)):
-        pass_ = rows.open(start, stop, stop - start)
+        pass_.open(start, stop, stop - start)
         count = 2 * (stop - start)
         assert pass_.positions_T.device == device
         q, k, v = (torch.empty(count, heads, dim, device=device) for heads, dim in ((2, 4), (1, 4), (1, 3)))
         assert pass_.attend(0, q, k, v).shape == (count, 2, 3)
-        assert rows.k[0].device == device
+        assert pass_.k[0].device == device
 
 
 @pytest.mark.parametrize("enabled", [True, False])

@@ -9,6 +9,7 @@ import importlib
 import json
 import math
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -382,7 +383,9 @@ CASES = (
 
 def read(values: dict[str, Any], head_dim: int = 16, **reading: Any) -> RopeSpec:
     given = copy.deepcopy(values)
-    spec = read_rope(ConfigFields(given), head_dim, given.get("max_position_embeddings", 2048), **reading)
+    max_position, max_model_len = given.get("max_position_embeddings", 2048), reading.pop("max_model_len", None)
+    sizes = SimpleNamespace(head_dim=head_dim, max_position=max_position, max_model_len=max_model_len)
+    spec = read_rope(ConfigFields(given), sizes, **reading)
     assert given == values
     return spec
 

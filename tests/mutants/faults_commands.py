@@ -52,7 +52,7 @@ TEMPLATES = (
     ),
     Mutant(
         name="any-text-is-a-template",
-        file="text/chat_rendering.py",
+        file="text/template_programs.py",
         old='    if "messages" not in _loaded(_tree(source, name)):\n',
         new="    if not source:\n",
         tests=(

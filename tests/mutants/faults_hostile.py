@@ -21,8 +21,8 @@ MUTANTS = (
     ),
     Mutant(
         name="templates-without-a-clock",
-        file="text/chat_rendering.py",
-        old="    if time.monotonic() > _deadline.get():\n",
+        file="text/template_programs.py",
+        old="    if time.monotonic() > end:\n",
         new="    if False:\n",
         tests=("text/test_long_texts.py::test_templates_have_a_time",),
     ),

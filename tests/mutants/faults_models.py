@@ -430,7 +430,7 @@ FAMILIES = (
     ),
     Mutant(
         name="gemma-one-theta-for-all",
-        file="models/gemma.py",
+        file="models/geometry.py",
         old="[sliding if one else full for one in windowed]",
         new="full",
         tests=(f"{PARITY}[gemma3-ropes]",),

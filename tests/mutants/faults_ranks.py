@@ -163,8 +163,8 @@ MUTANTS = (
     Mutant(
         name="slices-cut-off-by-the-gates-that-are-here",
         file="models/division.py",
-        old="self.group.sum(torch.stack((wide_TF.sum(-1), wide_TF.square().sum(-1)), -1))",
-        new="(torch.stack((wide_TF.sum(-1), wide_TF.square().sum(-1)), -1) * self.group.size)",
+        old="group.sum(torch.stack((wide_TF.sum(-1), wide_TF.square().sum(-1)), -1))",
+        new="(torch.stack((wide_TF.sum(-1), wide_TF.square().sum(-1)), -1) * group.size)",
         tests=(f"{SLICES}::test_logits_of_layers_that_share_rows[3n]",),
     ),
     Mutant(
@@ -177,8 +177,8 @@ MUTANTS = (
     Mutant(
         name="slices-keep-the-kernels-norm",
         file="models/division.py",
-        old="mixer.norm, mixer.call = SummedGatedNorm(mixer.norm, whole.norm_groups, group), None",
-        new="mixer.norm = SummedGatedNorm(mixer.norm, whole.norm_groups, group)",
+        old="mixer.norm.joint_scale, mixer.call = SummedScale(mixer.norm.eps, whole.norm_groups, group), None",
+        new="mixer.norm.joint_scale = SummedScale(mixer.norm.eps, whole.norm_groups, group)",
         tests=(f"{SLICES}::test_logits_of_mixers[granite-4-rope]",),
     ),
     Mutant(
@@ -191,8 +191,8 @@ MUTANTS = (
     Mutant(
         name="slices-cut-convolved-channels-as-one-part",
         file="nn/delta.py",
-        old="                    parts=self.convolved,\n",
-        new="",
+        old="conv_state(self.taps, self.convolved, dtype)",
+        new="conv_state(self.taps, (self.channels,), dtype)",
         tests=(f"{SLICES}::test_files_of_slices_are_those_of_one_process[qwen3-next]",),
     ),
     Mutant(

@@ -197,7 +197,7 @@ MUTANTS = (
     Mutant(
         name="eagle-heads-go-on-from-the-normed-state",
         file="models/eagle.py",
-        old="        return y_TE\n\n    def head",
+        old="        return y_TE\n\n    def target_ids",
         new="        return self.norm(y_TE) * 0\n\n    def head",
         tests=(RIGHT,),
     ),

@@ -15,7 +15,7 @@ from safetensors.torch import safe_open
 from quire import LLM, SamplingParams
 from quire.kernels.merges import scored_merges
 from quire.models.sources import open_weights
-from quire.text.score_merges import merges_of
+from quire.text.gguf_tokenizer import merges_of
 from quire.text.tokenizer import Tokenizer
 from quire.weights.gguf_blocks import BLOCKS
 from quire_bench.texts import mixed_lines

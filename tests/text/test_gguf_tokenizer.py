@@ -21,10 +21,9 @@ from quire import LLM, SamplingParams
 from quire.base.errors import CheckpointError, Unsupported
 from quire.kernels.merges import scored_merges
 from quire.models.catalogue import resolve_model
-from quire.text.gguf_tokenizer import QWEN2, SPLITS
-from quire.text.score_merges import FindMerges, merges_of
+from quire.text.gguf_tokenizer import SPLITS, FindMerges, merges_of
 from quire.text.tokenizer import Tokenizer
-from quire.text.tokenizer_process import KNOWN
+from quire.text.tokenizer_process import KNOWN, QWEN2
 
 NORMAL, UNKNOWN, CONTROL, USER, BYTE = 1, 2, 3, 4, 6
 PIECES = (

@@ -20,7 +20,7 @@ from quire import LLM, AsyncLLM, BeamSearchParams
 from quire.base.errors import Cancelled, FailedPrecondition, InvalidArgument
 from quire.models.catalogue import bundled_models
 from quire.sessions import chat as session_chat
-from quire.text import chat_rendering, long_texts, template_process, tokenizer, tokenizer_process
+from quire.text import chat_rendering, long_texts, template_programs, tokenizer, tokenizer_process
 from quire.text.chat_rendering import render_chat
 from quire.text.limited_process import CHILDREN
 from quire.text.long_texts import LONG, TextLimit, check, given_up_by, turn
@@ -192,9 +192,9 @@ def test_a_template_that_was_ended_leaves_no_process(monkeypatch: pytest.MonkeyP
     for template in (HOSTILE[0], LOOPS):
         with suppress(InvalidArgument):
             render_chat(template, [USER])
-    assert 0 < len(template_process.PROCESS.free) <= CHILDREN
-    assert all(child.poll() is None for child in template_process.PROCESS.free)
-    template_process.PROCESS.free[-1].kill()
+    assert 0 < len(template_programs.PROCESS.free) <= CHILDREN
+    assert all(child.poll() is None for child in template_programs.PROCESS.free)
+    template_programs.PROCESS.free[-1].kill()
     assert render_chat(LOOPS, [USER]) == USER["content"], "another child is started"
 
 

@@ -335,6 +335,7 @@ def test_no_tokenizer_is_none_and_other_formats_are_refused(tmp_path: Path) -> N
         ("tokenizer", "{", "not a valid tokenizer.json"),
         ("tokenizer", '{"model": 1}', "not a valid tokenizer.json"),
         ("tokenizer_config", "{", "cannot be read as JSON"),
+        ("tokenizer_config", "[" * 100_000, "cannot be read as JSON: maximum recursion depth"),
         ("tokenizer_config", "[]", "must hold a JSON object, found list"),
         ("tokenizer_config", '{"eos_token": 3}', "eos_token must be a string or an object"),
         ("tokenizer_config", '{"additional_special_tokens": "<x>"}', "must be a list of tokens"),

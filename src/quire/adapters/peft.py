@@ -35,7 +35,7 @@ from quire.adapters.targets import (
     table_of,
     targets_of,
 )
-from quire.base.errors import CheckpointError, NotFound, Unsupported
+from quire.base.errors import CheckpointError, NotFound, Unsupported, some
 from quire.contracts.adapters import Adapter, LowRankUpdate
 from quire.models.families import LoadedModel
 from quire.weights.floats import DTYPES
@@ -65,8 +65,6 @@ OTHERS: Mapping[str, str] = {
 """Name parts of tensors of unsupported methods, with the names of the methods."""
 NAMED_UPDATE = re.compile(r"\.lora_(?:embedding_)?[AB]\.(?!(?:weight|bias)\Z)([^.]+)(?:\.weight)?\Z")
 """The end of a tensor's name that contains an adapter's name; PEFT leaves it out of files."""
-LISTED = 4
-"""Most names listed in an error message."""
 ROWS = 512
 """Rows of a table compared at a time."""
 FINGERPRINT_HEAD = "quire-adapter 1\n"
@@ -315,8 +313,7 @@ def _check_complete(
         if target.linear in (EMBED, HEAD) and config.saves(name) and target.linear not in tables
     ]
     if missing:
-        more = f" and {len(missing) - LISTED} more" if len(missing) > LISTED else ""
-        raise CheckpointError(f"{file.name} lacks {', '.join(missing[:LISTED])}{more}, which {CONFIG_FILE} asks for")
+        raise CheckpointError(f"{file.name} lacks {some(missing)}, which {CONFIG_FILE} asks for")
     if not there and not tables:
         raise CheckpointError(f"{file.name} changes nothing: it holds no update and no table")
 

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import regex
 
-from quire.base.errors import CheckpointError, NotFound, Unsupported
+from quire.base.errors import CheckpointError, NotFound, Unsupported, some
 from quire.models.config_fields import ConfigFields
 
 CONFIG_FILE = "adapter_config.json"
@@ -206,11 +206,8 @@ def read_lora_config(path: Path) -> LoraConfig:
     file = path / CONFIG_FILE
     if not os.path.exists(file):
         below = sorted(one.parent.name for one in path.glob(f"*/{CONFIG_FILE}"))
-        there = f"; there are adapters in it, in {', '.join(map(shown, below[:4]))}" if below else ""
-        more = f" and {len(below) - 4} more" if len(below) > 4 else ""
-        raise NotFound(
-            f"{path} holds no adapter: it has no {CONFIG_FILE}; expected a directory that PEFT saved{there}{more}"
-        )
+        there = f"; there are adapters in it, in {some([*map(shown, below)])}" if below else ""
+        raise NotFound(f"{path} holds no adapter: it has no {CONFIG_FILE}; expected a directory that PEFT saved{there}")
     if not file.is_file():  # reading a pipe could wait forever
         raise CheckpointError(f"{file} is no regular file; expected one that PEFT saved")
     try:
@@ -236,11 +233,11 @@ def lora_config_of(text: bytes, source: str) -> LoraConfig:
 
 def parse_lora_config(values: Mapping[str, Any], source: str = CONFIG_FILE) -> LoraConfig:
     """Read parsed values; see ``read_lora_config``. ``source`` names the file in errors."""
-    fields = _LoraFields(values, source)
-    fields.check_method()
-    targets = fields.targets("target_modules")
-    layers = fields.layers("layers_to_transform")
-    layer_lists = fields.strings("layers_pattern", single=True)
+    fields = ConfigFields(values, source, shown)
+    _check_method(fields)
+    targets = _targets(fields, "target_modules")
+    layers = _layers(fields, "layers_to_transform")
+    layer_lists = _strings(fields, "layers_pattern", single=True)
     if isinstance(targets, str):
         for name, given in (("layers_to_transform", layers), ("layers_pattern", layer_lists)):
             if given:
@@ -249,139 +246,139 @@ def parse_lora_config(values: Mapping[str, Any], source: str = CONFIG_FILE) -> L
         raise fields.error("layers_pattern", "null where layers_to_transform is")
     config = LoraConfig(
         rank=fields.count("r", DEFAULT_RANK),
-        alpha=fields.finite("lora_alpha", DEFAULT_ALPHA),
+        alpha=_finite(fields, "lora_alpha", DEFAULT_ALPHA),
         root_scaled=fields.flag("use_rslora", False),
         targets=targets,
-        excluded=fields.names("exclude_modules"),
+        excluded=_names(fields, "exclude_modules"),
         layers=layers,
         layer_lists=layer_lists,
-        ranks=fields.by_pattern("rank_pattern", _LoraFields.count),
-        alphas=fields.by_pattern("alpha_pattern", _LoraFields.finite),
-        whole=fields.strings("modules_to_save"),
+        ranks=_by_pattern(fields, "rank_pattern", ConfigFields.count),
+        alphas=_by_pattern(fields, "alpha_pattern", _finite),
+        whole=_strings(fields, "modules_to_save"),
     )
-    fields.check_patterns(config)
-    fields.refuse_others()
+    _check_patterns(fields, config)
+    _refuse_others(fields)
     return config
 
 
-class _LoraFields(ConfigFields):
-    """The fields by type. A wrong type raises ``CheckpointError``."""
+def _check_method(fields: ConfigFields) -> None:
+    """Raise ``Unsupported`` unless the method is plain LoRA for a causal language model."""
+    kind = fields.get("peft_type")
+    if kind != "LORA":
+        raise Unsupported(f"{fields.source}: peft_type is {shown(kind)}, which is not supported; expected 'LORA'")
+    fields.expect("task_type", "CAUSAL_LM")
+    bias = fields.get("bias")
+    if bias not in (None, "none"):
+        raise Unsupported(f"{fields.source}: bias is {shown(bias)}; trained biases are not supported; expected 'none'")
+    start = fields.get("init_lora_weights")
+    if start is None or isinstance(start, bool):
+        return
+    if not isinstance(start, str) or not start.lower().startswith(KEPT_BASE + CHANGED_BASE):
+        raise Unsupported(
+            f"{fields.source}: init_lora_weights is {shown(start)}, which is not known; expected true or false"
+        )
+    if start.lower().startswith(CHANGED_BASE):
+        raise Unsupported(
+            f"{fields.source}: init_lora_weights is {shown(start)}, which changes the base weights, so the saved update does not "
+            "belong to them; save it as an update of the original weights (path_initial_model_for_weight_conversion)"
+        )
 
-    def error(self, name: str, expected: str) -> CheckpointError:
-        found = shown(self.values[name]) if name in self.values else "missing"
-        return CheckpointError(f"{self.source}: {name} is {found}; expected {expected}")
 
-    def check_method(self) -> None:
-        """Raise ``Unsupported`` unless the method is plain LoRA for a causal language model."""
-        kind = self.get("peft_type")
-        if kind != "LORA":
-            raise Unsupported(f"{self.source}: peft_type is {shown(kind)}, which is not supported; expected 'LORA'")
-        self.expect("task_type", "CAUSAL_LM")
-        bias = self.get("bias")
-        if bias not in (None, "none"):
-            raise Unsupported(
-                f"{self.source}: bias is {shown(bias)}; trained biases are not supported; expected 'none'"
-            )
-        start = self.get("init_lora_weights")
-        if start is None or isinstance(start, bool):
-            return
-        if not isinstance(start, str) or not start.lower().startswith(KEPT_BASE + CHANGED_BASE):
-            raise Unsupported(
-                f"{self.source}: init_lora_weights is {shown(start)}, which is not known; expected true or false"
-            )
-        if start.lower().startswith(CHANGED_BASE):
-            raise Unsupported(
-                f"{self.source}: init_lora_weights is {shown(start)}, which changes the base weights, so the saved update does not "
-                "belong to them; save it as an update of the original weights (path_initial_model_for_weight_conversion)"
-            )
+def _refuse_others(fields: ConfigFields) -> None:
+    """Raise ``Unsupported`` for an unread field that is neither harmless nor empty."""
+    for name in fields.unread():
+        value = fields.values[name]
+        if name in HARMLESS or value is None or value is False or value in ("", [], {}):
+            continue
+        text = json.dumps(value)
+        text = text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+        what = (
+            f"{REFUSED[name]}, not supported"
+            if name in REFUSED
+            else "not a field that is known, and may change results"
+        )
+        label = name if name.isidentifier() and len(name) < SHOWN else shown(name)
+        raise Unsupported(f"{fields.source}: {label} is {text}: {what}; expected null or false")
 
-    def refuse_others(self) -> None:
-        """Raise ``Unsupported`` for an unread field that is neither harmless nor empty."""
-        for name in self.unread():
-            value = self.values[name]
-            if name in HARMLESS or value is None or value is False or value in ("", [], {}):
-                continue
-            text = json.dumps(value)
-            text = text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
-            what = (
-                f"{REFUSED[name]}, not supported"
-                if name in REFUSED
-                else "not a field that is known, and may change results"
-            )
-            label = name if name.isidentifier() and len(name) < SHOWN else shown(name)
-            raise Unsupported(f"{self.source}: {label} is {text}: {what}; expected null or false")
 
-    def finite(self, name: str, default: float | None = None) -> float:
-        """Read any finite number."""
-        value = self.get(name)
-        if value is None and default is not None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= 1e30:
-            raise self.error(name, "a finite number")
-        return float(value)
+def _finite(fields: ConfigFields, name: str, default: float | None = None) -> float:
+    """Read any finite number."""
+    value = fields.get(name)
+    if value is None and default is not None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= 1e30:
+        raise fields.error(name, "a finite number")
+    return float(value)
 
-    def by_pattern(self, name: str, read: Callable[[_LoraFields, str], N]) -> dict[str, N]:
-        """Read the values of an object whose keys are regular expressions."""
-        found = {}
-        for key, value in self._few(name, self.mapping(name)).items():
-            label = f"{name}[{shown(key)}]"
-            found[key] = read(_LoraFields({label: value}, self.source), label)
-        return found
 
-    def strings(self, name: str, *, single: bool = False) -> tuple[str, ...]:
-        """Read a list of nonempty strings (null: none), or with ``single`` perhaps one string."""
-        value = self.get(name)
-        if value is None or value == "":
-            return ()
-        if single and isinstance(value, str):
-            return (value,)
-        if not isinstance(value, list) or not all(isinstance(one, str) and one for one in value):
-            raise self.error(name, "a list of strings")
-        return tuple(self._few(name, value))
+def _by_pattern(fields: ConfigFields, name: str, read: Callable[[ConfigFields, str], N]) -> dict[str, N]:
+    """Read the values of an object whose keys are regular expressions."""
+    found = {}
+    for key, value in _few(fields, name, fields.mapping(name)).items():
+        label = f"{name}[{shown(key)}]"
+        found[key] = read(ConfigFields({label: value}, fields.source, shown), label)
+    return found
 
-    def targets(self, name: str) -> Names:
-        """Read names; raise ``Unsupported`` if there are none, where PEFT would choose some."""
-        if self.get(name) is None:
-            found = "null" if self.present(name) else "missing"
-            raise Unsupported(
-                f"{self.source}: {name} is {found}, so PEFT would choose modules by the type of the model; expected a list of the "
-                "modules' names, or a regular expression"
-            )
-        return self.names(name)
 
-    def _few(self, name: str, values: Held) -> Held:
-        if len(values) > MAX_NAMES:
-            raise CheckpointError(f"{self.source}: {name} has {len(values)} entries; expected at most {MAX_NAMES}")
-        return values
+def _strings(fields: ConfigFields, name: str, *, single: bool = False) -> tuple[str, ...]:
+    """Read a list of nonempty strings (null: none), or with ``single`` perhaps one string."""
+    value = fields.get(name)
+    if value is None or value == "":
+        return ()
+    if single and isinstance(value, str):
+        return (value,)
+    if not isinstance(value, list) or not all(isinstance(one, str) and one for one in value):
+        raise fields.error(name, "a list of strings")
+    return tuple(_few(fields, name, value))
 
-    def names(self, name: str) -> Names:
-        """Read a list of strings, or one regular expression."""
-        value = self.get(name)
-        return value if isinstance(value, str) else self.strings(name)
 
-    def layers(self, name: str) -> tuple[int, ...]:
-        """Read a layer or a list of layers."""
-        value = self.get(name)
-        listed = [] if value is None else value if isinstance(value, list) else [value]
-        if any(isinstance(one, bool) or not isinstance(one, int) or one < 0 for one in listed):
-            raise self.error(name, "a list of integers of 0 or more")
-        return tuple(listed)
+def _targets(fields: ConfigFields, name: str) -> Names:
+    """Read names; raise ``Unsupported`` if there are none, where PEFT would choose some."""
+    if fields.get(name) is None:
+        found = "null" if fields.present(name) else "missing"
+        raise Unsupported(
+            f"{fields.source}: {name} is {found}, so PEFT would choose modules by the type of the model; expected a list of the "
+            "modules' names, or a regular expression"
+        )
+    return _names(fields, name)
 
-    def check_patterns(self, config: LoraConfig) -> None:
-        """Raise ``CheckpointError`` for a bad expression, ``Unsupported`` for a long one."""
-        found = {"rank_pattern": {one: _end_pattern(one) for one in config.ranks}}
-        found["alpha_pattern"] = {one: _end_pattern(one) for one in config.alphas}
-        found["modules_to_save"] = {one: _whole_pattern(one) for one in config.whole}
-        found["layers_pattern"] = {one: _layer_pattern(one) for one in config.layer_lists}
-        found["target_modules"] = {config.targets: config.targets} if isinstance(config.targets, str) else {}
-        found["exclude_modules"] = {config.excluded: config.excluded} if isinstance(config.excluded, str) else {}
-        for name, patterns in found.items():
-            for given, pattern in patterns.items():
-                if len(pattern) > MAX_PATTERN:
-                    raise Unsupported(
-                        f"{self.source}: {name} has {shown(given)}, of {len(given)} characters; at most {MAX_PATTERN} are read"
-                    )
-                try:
-                    regex.compile(pattern)
-                except (regex.error, OverflowError, RecursionError) as error:
-                    raise self.error(name, f"valid regular expressions ({told(error)})") from error
+
+def _few(fields: ConfigFields, name: str, values: Held) -> Held:
+    if len(values) > MAX_NAMES:
+        raise CheckpointError(f"{fields.source}: {name} has {len(values)} entries; expected at most {MAX_NAMES}")
+    return values
+
+
+def _names(fields: ConfigFields, name: str) -> Names:
+    """Read a list of strings, or one regular expression."""
+    value = fields.get(name)
+    return value if isinstance(value, str) else _strings(fields, name)
+
+
+def _layers(fields: ConfigFields, name: str) -> tuple[int, ...]:
+    """Read a layer or a list of layers."""
+    value = fields.get(name)
+    listed = [] if value is None else value if isinstance(value, list) else [value]
+    if any(isinstance(one, bool) or not isinstance(one, int) or one < 0 for one in listed):
+        raise fields.error(name, "a list of integers of 0 or more")
+    return tuple(listed)
+
+
+def _check_patterns(fields: ConfigFields, config: LoraConfig) -> None:
+    """Raise ``CheckpointError`` for a bad expression, ``Unsupported`` for a long one."""
+    found = {"rank_pattern": {one: _end_pattern(one) for one in config.ranks}}
+    found["alpha_pattern"] = {one: _end_pattern(one) for one in config.alphas}
+    found["modules_to_save"] = {one: _whole_pattern(one) for one in config.whole}
+    found["layers_pattern"] = {one: _layer_pattern(one) for one in config.layer_lists}
+    found["target_modules"] = {config.targets: config.targets} if isinstance(config.targets, str) else {}
+    found["exclude_modules"] = {config.excluded: config.excluded} if isinstance(config.excluded, str) else {}
+    for name, patterns in found.items():
+        for given, pattern in patterns.items():
+            if len(pattern) > MAX_PATTERN:
+                raise Unsupported(
+                    f"{fields.source}: {name} has {shown(given)}, of {len(given)} characters; at most {MAX_PATTERN} are read"
+                )
+            try:
+                regex.compile(pattern)
+            except (regex.error, OverflowError, RecursionError) as error:
+                raise fields.error(name, f"valid regular expressions ({told(error)})") from error

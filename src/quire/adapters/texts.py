@@ -13,14 +13,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from quire.base.errors import CheckpointError, Unsupported
+from quire.base.errors import Unsupported, some
 from quire.models.catalogue import ADAPTER_TEXTS
-from quire.text.tokenizer import Tokenizer
+from quire.text.tokenizer import Tokenizer, read_json
 
 logger = logging.getLogger("quire.engine")
 
-SHOWN = 4
-"""Tokens that a refusal names."""
 ENDS = ("bos_token", "eos_token")
 """Special tokens that decide how prompts begin and where answers end."""
 
@@ -62,9 +60,9 @@ def _differences(own: Tokenizer, mine: Tokenizer) -> Iterator[str]:
     new = sorted(token for token, number in theirs.items() if ours.get(token) != number and token != padding)
     lost = sorted(token for token in ours.keys() - theirs.keys())
     if new:
-        yield f"{_some(new)} {'are' if len(new) > 1 else 'is'} no such token of the model"
+        yield f"{some([*map(repr, new)])} {'are' if len(new) > 1 else 'is'} no such token of the model"
     if lost:
-        yield f"it lacks {_some(lost)}"
+        yield f"it lacks {some([*map(repr, lost)])}"
     for name in ENDS:
         if own.special_tokens.get(name) != mine.special_tokens.get(name):
             yield f"{name} is {own.special_tokens.get(name)!r} and not {mine.special_tokens.get(name)!r}"
@@ -87,34 +85,18 @@ def _rules(tokenizer: Tokenizer, padding: str | None) -> dict[str, Any]:
 
 def _added_tokens(path: Path, mine: Tokenizer) -> Iterator[str]:
     """Yield the tokens that a vocabulary in another format adds, if the model lacks them."""
-    given = _read(path / "added_tokens.json")
+    given = read_json(path / "added_tokens.json")
     if new := sorted(token for token, number in given.items() if mine.token_id(token) != number):
-        yield f"{_some(new)} {'are' if len(new) > 1 else 'is'} no such token of the model"
+        yield f"{some([*map(repr, new)])} {'are' if len(new) > 1 else 'is'} no such token of the model"
 
 
 def _templates(path: Path) -> dict[str, str]:
     """Return the chat template in a directory without a ``tokenizer.json``."""
     if (file := path / "chat_template.jinja").is_file():
         return {"default": file.read_text(encoding="utf-8", errors="replace")}
-    found = _read(path / "tokenizer_config.json").get("chat_template")
+    found = read_json(path / "tokenizer_config.json").get("chat_template")
     return {} if found is None else {"default": str(found)}
-
-
-def _read(file: Path) -> dict[str, Any]:
-    """Return the object in a JSON file, empty without it; ``CheckpointError`` for other content."""
-    try:
-        found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file} cannot be read as JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{file} must hold a JSON object, found {type(found).__name__}")
-    return found
 
 
 def _stripped(templates: Mapping[str, str]) -> dict[str, str]:
     return {name: text.strip() for name, text in templates.items()}
-
-
-def _some(tokens: list[str]) -> str:
-    shown = ", ".join(map(repr, tokens[:SHOWN]))
-    return shown if len(tokens) <= SHOWN else f"{shown} and {len(tokens) - SHOWN} more"

@@ -157,3 +157,9 @@ def _shown(value: object) -> str:
         return f"{type(value).__name__} {value.dtype} {list(value.shape)}"
     text = repr(value) if type(value).__repr__ is not object.__repr__ else type(value).__name__
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."
+
+
+def some(names: Collection[str], limit: int = 4) -> str:
+    """Return the first names, and how many more there are, for an error."""
+    shown = ", ".join(list(names)[:limit])
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"

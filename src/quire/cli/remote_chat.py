@@ -178,12 +178,12 @@ class RemoteModel:
         probe = {"model": name, "messages": [{"role": "user", "content": "a"}]}
         try:
             link.call("POST", "/tokenize", probe)
-            self.tokenizer = SimpleNamespace(chat_templates=("default",))
+            self.templated = True
         except HttpFailure as error:
             # Only 400 says that messages cannot be rendered: 404 is an unknown model, 401 a key.
             if error.status != 400:
                 raise
-            self.tokenizer = SimpleNamespace(chat_templates=())
+            self.templated = False
 
     def session(self, adapter: str | None = None, **fields: Any) -> RemoteSession:
         """Return a new session. ``fields``: further ones of the body, as ``window``."""
@@ -192,13 +192,14 @@ class RemoteModel:
 
     def load_session(self, path: str | Path) -> RemoteSession:
         """Upload a state file and return its session."""
-        made = self.link.upload("/v1/sessions/state", Path(path))
-        held = self.link.call("GET", f"/v1/sessions/{made['id']}?tokens=false")
-        return self.hold(str(made["id"]), held.get("adapter"))
+        return self._found(self.link.upload("/v1/sessions/state", Path(path)))
 
     def checkout(self, name: str) -> RemoteSession:
         """Return a session that continues a branch or a commit."""
-        made = self.link.call("POST", "/v1/sessions/checkout", {"branch": name})
+        return self._found(self.link.call("POST", "/v1/sessions/checkout", {"branch": name}))
+
+    def _found(self, made: Mapping[str, Any]) -> RemoteSession:
+        """Return a session that the server made of something kept, under its adapter."""
         held = self.link.call("GET", f"/v1/sessions/{made['id']}?tokens=false")
         return self.hold(str(made["id"]), held.get("adapter"))
 
@@ -317,7 +318,7 @@ class RemoteBackend:
         ``sink`` are those of ``LLM.session``."""
         self._model, self._fields = model, fields
         self._window, self._sink = window, sink
-        self.templated = bool(model.tokenizer.chat_templates)
+        self.templated = model.templated
         # A chat uses only the part of ``Session`` that ``RemoteSession`` has.
         self.load_session: Callable[[Path], Session] = cast(Any, model.load_session)
         self.checkout: Callable[[str], Session] = cast(Any, model.checkout)
@@ -373,7 +374,7 @@ def run_remote_chat(
     remote = RemoteModel(link, model)
     with closing(remote):
         try:
-            usual = usual_fields(remote.name, templated=bool(remote.tokenizer.chat_templates))
+            usual = usual_fields(remote.name, templated=remote.templated)
             backend = RemoteBackend(remote, {**usual, **(sampling or {})}, window=window, sink=sink)
             chat = TerminalChat(backend, adapter)
         except HttpFailure as error:

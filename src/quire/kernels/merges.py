@@ -1,4 +1,4 @@
-"""The C++ kernel of ``text.score_merges``: the merges that texts use, half as many.
+"""The C++ kernel of ``text.gguf_tokenizer``: the merges that texts use, half as many.
 
 When a union is made inside of a text, all merges inside of it were those of BPE of its own text:
 none crossed its ends, and the best pair of the whole text is the best of all inside. So a token's
@@ -13,7 +13,7 @@ from ctypes import c_int64, c_void_p
 import numpy as np
 
 from quire.kernels.native_library import native_library
-from quire.text.score_merges import FindMerges, Merges, merges_of
+from quire.text.gguf_tokenizer import FindMerges, Merges, merges_of
 
 LONG = 256
 """Most characters of a token whose last merge is searched; ``cpu/merges.cpp`` has the same

@@ -9,10 +9,11 @@ from collections.abc import Mapping, Sequence
 
 from quire.models.config_fields import ConfigFields, config_reader
 from quire.models.decoder import DecoderConfig
-from quire.models.geometry import read_geometry, rope_of
+from quire.models.geometry import read_geometry
 from quire.models.hybrid_decoder import only_attending, read_taps, respelled, split_blocks
 from quire.models.mamba2 import MambaConfig, check_heads, mamba_names, read_step_limit
 from quire.models.mixture import read_layer_numbers
+from quire.models.rope_config import read_rope
 from quire.models.tensor_names import Names, name_table
 from quire.nn.mamba import Mamba2Shape
 from quire.weights.places import NameTable
@@ -31,7 +32,7 @@ def read_bamba_config(fields: ConfigFields, max_model_len: int | None) -> MambaC
     attending = read_layer_numbers(fields, "attn_layer_indices", geometry.num_layers)
     trunk = DecoderConfig(
         **geometry.usual(fields, 1e-5),
-        layers=geometry.layers(rope_of(fields, geometry, partial_default=0.5)),
+        layers=geometry.layers(read_rope(fields, geometry, partial_default=0.5)),
         mlp_bias=fields.flag("mlp_bias", False),
     )
     return read_mamba_mixers(fields, trunk, [block in attending for block in range(geometry.num_layers)])

@@ -9,7 +9,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from quire.base.errors import InvalidArgument, NotFound
+from quire.base.errors import InvalidArgument, NotFound, some
 from quire.base.progress import Bar, on_terminal
 from quire.weights.gguf_paths import is_gguf, part_files
 
@@ -167,8 +167,9 @@ def _why_no_adapter(name: str, path: Path) -> str:
             f"its weights are in {pickled[0]!r}, a pickle, which is not read: save them as safetensors; {expected}"
         )
     if below:
-        more = f" and {len(below) - LISTED} more" if len(below) > LISTED else ""
-        expected += f"; it has adapters in {', '.join(map(repr, below[:LISTED]))}{more}: fetch it and give the path of one of them"
+        expected += (
+            f"; it has adapters in {some([*map(repr, below)], LISTED)}: fetch it and give the path of one of them"
+        )
     return f"adapter {name!r}: the repository has no {missing}; {expected}"
 
 

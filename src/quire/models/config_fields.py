@@ -159,9 +159,13 @@ class ConfigFields:
     default replaces a missing or null field. A field without default is required.
     """
 
-    def __init__(self, values: Mapping[str, Any], source: str = "config.json") -> None:
+    def __init__(
+        self, values: Mapping[str, Any], source: str = "config.json", shown: Callable[[Any], str] = repr
+    ) -> None:
+        """``shown`` writes a value in an error."""
         self.values = values
         self.source = source
+        self._shown = shown
         self._read: set[str] = set()
 
     def get(self, name: str) -> Any:
@@ -173,7 +177,7 @@ class ConfigFields:
         return name in self.values
 
     def error(self, name: str, expected: str) -> CheckpointError:
-        found = repr(self.values[name]) if name in self.values else "missing"
+        found = self._shown(self.values[name]) if name in self.values else "missing"
         return CheckpointError(f"{self.source}: {name} is {found}; expected {expected}")
 
     def count(self, name: str, default: int | None = None) -> int:
@@ -215,6 +219,11 @@ class ConfigFields:
             return
         expected = " or ".join(json.dumps(one) for one in (*accepted, None))
         raise Unsupported(f"{self.source}: {name} is {_short(value)}, which is not supported; expected {expected}")
+
+    def expect_model_type(self, model_type: str, architecture: str) -> None:
+        """Raise ``CheckpointError`` for the ``model_type`` of another architecture."""
+        if self.get("model_type") not in (None, model_type):
+            raise self.error("model_type", f"{model_type!r}, which goes with {architecture}")
 
     def flag(self, name: str, default: bool | None = None) -> bool:
         value = self.get(name)

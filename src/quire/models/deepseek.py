@@ -25,11 +25,18 @@ from quire.contracts.experts import Routing
 from quire.contracts.layers import FullAttention, LatentAttention
 from quire.models.config_fields import ConfigFields, config_reader
 from quire.models.decoder import Decoder, DecoderConfig, MlpBuilder, Parameters, linear
-from quire.models.geometry import MAX_LAYERS, DecoderGeometry, read_geometry, rope_of
+from quire.models.geometry import MAX_LAYERS, DecoderGeometry, read_geometry
 from quire.models.heads import DraftLayer
-from quire.models.mixture import MixtureConfig, mixture_names, pass_over_training, read_num_experts
-from quire.models.rope_config import yarn_magnitude
-from quire.models.tensor_names import IgnorableNames, ignorable_names, mlp_names, trunk_names
+from quire.models.mixture import PROJECTIONS, MixtureConfig, mixture_names, pass_over_training, read_num_experts
+from quire.models.rope_config import read_rope, yarn_magnitude
+from quire.models.tensor_names import (
+    IgnorableNames,
+    ignorable_names,
+    map_names,
+    mlp_names,
+    places_of,
+    trunk_names,
+)
 from quire.nn.latent import MultiHeadLatentAttention, QueryUp
 from quire.nn.linear import Linear
 from quire.nn.norm import RMSNorm
@@ -37,8 +44,6 @@ from quire.weights.places import NameTable, Place
 
 LATENT_NORM_EPS = 1e-6
 """Epsilon of the latents' norms; the authors' code and transformers ignore ``rms_norm_eps``."""
-PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-"""Names of an expert's gate, up and down projections."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,27 +168,23 @@ def latent_mixture_spellings(config: LatentMixtureConfig) -> Sequence[NameTable]
 def _trunk(config: AnyLatentConfig) -> dict[str, Place]:
     """Return all names but the MLPs': Llama's, with other queries, keys and values."""
     sizes, spec, width = config.latent, config.layers[0], config.hidden_size
-    query_rows = spec.num_heads * spec.head_dim
-    first_rows = sizes.query_rank or query_rows
-    parts: dict[str, Place] = {}
-    if sizes.query_rank:
-        parts["q_a_proj.weight"] = Place(parameter="{}.qkv.weight", shape=(sizes.query_rank, width))
-        parts["q_a_layernorm.weight"] = Place(parameter="{}.query_norm.weight", shape=(sizes.query_rank,))
-        parts["q_b_proj.weight"] = Place(parameter="{}.query_up.weight", shape=(query_rows, sizes.query_rank))
-        if config.qkv_bias:
-            parts["q_a_proj.bias"] = Place(parameter="{}.query_down.bias", shape=(sizes.query_rank,))
-    else:
-        parts["q_proj.weight"] = Place(parameter="{}.qkv.weight", shape=(query_rows, width))
-    down = Place(parameter="{}.qkv.weight", shape=(sizes.row_dim, width), row=first_rows)
-    parts["kv_a_proj_with_mqa.weight"] = down
-    if config.qkv_bias:
-        parts["kv_a_proj_with_mqa.bias"] = Place(parameter="{}.kv_down.bias", shape=(sizes.row_dim,))
-    parts["kv_a_layernorm.weight"] = Place(parameter="{}.latent_norm.weight", shape=(sizes.rank,))
+    query_rows, rank = spec.num_heads * spec.head_dim, sizes.query_rank
     up_rows = spec.num_heads * (sizes.nope_dim + spec.value_dim)
-    parts["kv_b_proj.weight"] = Place(parameter="{}.kv_up.weight", shape=(up_rows, sizes.rank))
-    usual = trunk_names(config)
-    table = {name: place for name, place in usual.items() if not place.parameter.startswith("{}.qkv.")}
-    return table | {f"model.layers.{{}}.self_attn.{name}": place for name, place in parts.items()}
+    parts: dict[str, tuple[str, tuple[int, ...]]] = {
+        "kv_a_layernorm.weight": ("latent_norm.weight", (sizes.rank,)),
+        "kv_b_proj.weight": ("kv_up.weight", (up_rows, sizes.rank)),
+    }
+    if config.qkv_bias:
+        parts["kv_a_proj_with_mqa.bias"] = "kv_down.bias", (sizes.row_dim,)
+    if rank:
+        parts["q_a_layernorm.weight"] = "query_norm.weight", (rank,)
+        parts["q_b_proj.weight"] = "query_up.weight", (query_rows, rank)
+    if rank and config.qkv_bias:
+        parts["q_a_proj.bias"] = "query_down.bias", (rank,)
+    table = {name: place for name, place in trunk_names(config).items() if not place.parameter.startswith("{}.qkv.")}
+    prefix, names = "model.layers.{}.self_attn.", ("q_a_proj" if rank else "q_proj", "kv_a_proj_with_mqa")
+    table |= map_names(prefix, names, "{}.qkv", (rank or query_rows, sizes.row_dim), width)
+    return table | places_of(parts, prefix, "{}.")
 
 
 def latent_mixture_ignorable_names(config: LatentMixtureConfig) -> IgnorableNames:
@@ -293,7 +294,7 @@ def _common(
     fields: ConfigFields, geometry: DecoderGeometry, sizes: LatentSizes, *, tied: bool, eps: float
 ) -> dict[str, Any]:
     """Return the fields of any decoder with latent attention; ``tied`` and ``eps`` are defaults."""
-    rope = rope_of(fields, geometry, interleaved=fields.flag("rope_interleave", True))
+    rope = read_rope(fields, geometry, interleaved=fields.flag("rope_interleave", True))
     head_dim = sizes.nope_dim + sizes.rope_dim
     spec = FullAttention(
         num_heads=geometry.num_heads,

@@ -17,9 +17,9 @@ from quire.models.geometry import (
     read_geometry,
     read_layer_types,
     read_window,
-    rope_of,
     windows_of,
 )
+from quire.models.rope_config import read_rope
 from quire.models.tensor_names import PRE_NORMS, Names, ignorable_names, name_table
 from quire.weights.places import NameTable
 
@@ -60,7 +60,7 @@ def read_phi3_config(fields: ConfigFields, max_model_len: int | None) -> Decoder
     geometry = read_geometry(fields, "Phi3ForCausalLM", "phi3", max_model_len)
     window = read_window(fields, None)
     expect_layer_types(fields, (window is not None,) * geometry.num_layers)
-    rope = rope_of(fields, geometry, partial_default=1.0)
+    rope = read_rope(fields, geometry, partial_default=1.0)
     if rope.scaling not in PHI3_SCALINGS:
         raise Unsupported(
             f"{fields.source}: RoPE scaling {rope.scaling!r}, which this architecture does not have; "
@@ -75,7 +75,7 @@ def read_olmo2_config(fields: ConfigFields, max_model_len: int | None) -> Decode
     all query heads, one over all key heads; biases of q, k, v and o by ``attention_bias``."""
     geometry = read_geometry(fields, "Olmo2ForCausalLM", "olmo2", max_model_len)
     expect_layer_types(fields, (False,) * geometry.num_layers)
-    layers = geometry.layers(rope_of(fields, geometry))
+    layers = geometry.layers(read_rope(fields, geometry))
     return DecoderConfig(**geometry.usual(fields, 1e-5), layers=layers, placement="post", head_norms="width")
 
 
@@ -93,7 +93,7 @@ def read_cohere2_config(fields: ConfigFields, max_model_len: int | None) -> Deco
     windowed = read_layer_types(fields, geometry.num_layers) or geometry.all_but_every(
         fields.count("sliding_window_pattern", 4)
     )
-    rope = rope_of(fields, geometry, interleaved=True)
+    rope = read_rope(fields, geometry, interleaved=True)
     return DecoderConfig(
         **geometry.usual(fields, 1e-5, eps_field="layer_norm_eps", tied=True),
         layers=geometry.layers(
@@ -116,7 +116,7 @@ def read_smollm3_config(fields: ConfigFields, max_model_len: int | None) -> Deco
     if not fields.flag("use_sliding_window", False):
         window = None
     windowed = read_layer_types(fields, geometry.num_layers) or [window is not None and not one for one in rotates]
-    rope = rope_of(fields, geometry, theta_default=2_000_000.0)
+    rope = read_rope(fields, geometry, theta_default=2_000_000.0)
     return DecoderConfig(
         **geometry.usual(fields, tied=True),
         layers=geometry.layers([rope if one else None for one in rotates], windows_of(fields, windowed, window)),
@@ -144,7 +144,7 @@ def read_stablelm_config(fields: ConfigFields, max_model_len: int | None) -> Dec
     bias = fields.flag("use_qkv_bias", False)
     return DecoderConfig(
         **geometry.usual(fields, 1e-5, eps_field="layer_norm_eps", qkv_bias=bias),
-        layers=geometry.layers(rope_of(fields, geometry, partial_default=0.25)),
+        layers=geometry.layers(read_rope(fields, geometry, partial_default=0.25)),
         norm="layer",
         norm_bias=True,
         placement="parallel" if fields.flag("use_parallel_residual", False) else "pre",
@@ -160,7 +160,7 @@ def read_granite_config(fields: ConfigFields, max_model_len: int | None) -> Deco
     expect_layer_types(fields, (False,) * geometry.num_layers)
     return DecoderConfig(
         **geometry.usual(fields),
-        layers=geometry.layers(rope_of(fields, geometry), sm_scale=fields.number("attention_multiplier", 1.0)),
+        layers=geometry.layers(read_rope(fields, geometry), sm_scale=fields.number("attention_multiplier", 1.0)),
         mlp_bias=fields.flag("mlp_bias", False),
         **granite_multipliers(fields),
     )
@@ -184,7 +184,7 @@ def read_glm4_config(fields: ConfigFields, max_model_len: int | None) -> Decoder
     expect_layer_types(fields, (False,) * geometry.num_layers)
     return DecoderConfig(
         **geometry.usual(fields, 1.5625e-7, qkv_bias=fields.flag("attention_bias", True)),
-        layers=geometry.layers(rope_of(fields, geometry, partial_default=0.5, interleaved=True)),
+        layers=geometry.layers(read_rope(fields, geometry, partial_default=0.5, interleaved=True)),
         placement="sandwich",
     )
 
@@ -197,7 +197,7 @@ def read_glm_config(fields: ConfigFields, max_model_len: int | None) -> DecoderC
     expect_layer_types(fields, (False,) * geometry.num_layers)
     return DecoderConfig(
         **geometry.usual(fields, 1.5625e-7, qkv_bias=fields.flag("attention_bias", True)),
-        layers=geometry.layers(rope_of(fields, geometry, partial_default=0.5, interleaved=True)),
+        layers=geometry.layers(read_rope(fields, geometry, partial_default=0.5, interleaved=True)),
     )
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from quire.models.mamba2 import MambaConfig
 from quire.nn.attention import WidthNormedAttention
 from quire.nn.linear import Linear
 from quire.nn.mamba import Mamba2Mixer
-from quire.nn.norm import GatedRMSNorm, RMSNorm
+from quire.nn.norm import RMSNorm
 
 
 @dataclass(slots=True, eq=False)
@@ -70,79 +71,56 @@ class SummedExperts:
         return self.group.sum(self.part(x_TE, normed_TE))
 
 
-class SummedWidthNorms(WidthNormedAttention):
-    """Attention with a norm over all query heads and one over all key heads, of which some are
-    here. The ranks add the squares of both in one sum."""
+@dataclass(slots=True, eq=False)
+class SummedWidthNorms:
+    """A norm over all query heads and one over all key heads, of which some are here. The ranks add
+    the squares of both in one sum."""
 
-    __slots__ = ("copies", "group", "widths")
+    q_norm: RMSNorm
+    k_norm: RMSNorm
+    widths: tuple[int, int]
+    """Columns of all query and of all KV heads."""
+    copies: int
+    """Ranks that hold the same KV heads."""
+    group: Group
 
-    def __init__(self, own: WidthNormedAttention, whole: tuple[int, int], group: Group) -> None:
-        """``own``: the layer of this rank's heads, ``whole``: the numbers of all query and KV
-        heads."""
-        super().__init__(own.layer_id, own.spec, own.qkv, own.out, own.q_norm, own.k_norm)
-        self.group = group
-        self.widths = tuple(count * own.spec.head_dim for count in whole)
-        self.copies = own.spec.num_kv_heads * group.size // whole[1]
-        """Ranks that hold the same KV heads."""
-
-    def heads(self, x_TE: Tensor, pass_: Pass) -> Tensor:
-        """See ``Attention``."""
-        spec, (q_norm, k_norm) = self.spec, (self.q_norm, self.k_norm)
-        assert isinstance(q_norm, RMSNorm)
-        assert isinstance(k_norm, RMSNorm)
-        q_TC, k_TC, v_TC = torch.split(self.qkv(x_TE), self._sizes, dim=-1)
-        q_TC, k_TC, dtype = q_TC.float(), k_TC.float(), v_TC.dtype
+    def __call__(self, q_TC: Tensor, k_TC: Tensor) -> tuple[Tensor, Tensor]:
+        """Map the queries and keys that are here to fresh ones."""
+        dtype, q_TC, k_TC = q_TC.dtype, q_TC.float(), k_TC.float()
         squares_T2 = torch.stack((q_TC.square().sum(-1), k_TC.square().sum(-1) / self.copies), -1)
         means_T2 = self.group.sum(squares_T2).div_(squares_T2.new_tensor(self.widths))
-        q_TC = (q_TC * torch.rsqrt(means_T2[:, :1] + q_norm.eps) * q_norm.weight).to(dtype)
-        k_TC = (k_TC * torch.rsqrt(means_T2[:, 1:] + k_norm.eps) * k_norm.weight).to(dtype)
-        q_THD = q_TC.view(-1, spec.num_heads, spec.head_dim)
-        k_THD = k_TC.view(-1, spec.num_kv_heads, spec.head_dim)
-        v_THD = v_TC.view(-1, spec.num_kv_heads, spec.value_dim)
-        return pass_.attend(self.layer_id, q_THD, k_THD, v_THD).flatten(-2)
+        q_TC = q_TC * torch.rsqrt(means_T2[:, :1] + self.q_norm.eps) * self.q_norm.weight
+        k_TC = k_TC * torch.rsqrt(means_T2[:, 1:] + self.k_norm.eps) * self.k_norm.weight
+        return q_TC.to(dtype), k_TC.to(dtype)
 
 
-class SummedGatedNorm(GatedRMSNorm):
-    """A gated norm of which several ranks hold the channels of one group."""
+@dataclass(slots=True, eq=False)
+class SummedScale:
+    """The scale of a gated norm of which several ranks hold the channels of one group."""
 
-    __slots__ = ("group", "groups")
+    eps: float
+    groups: int
+    """Those of all channels."""
+    group: Group
 
-    def __init__(self, own: GatedRMSNorm, groups: int, group: Group) -> None:
-        """``own``: the norm of this rank's channels, ``groups``: those of all channels."""
-        super().__init__(own.weight, own.eps, gate_first=own.gate_first)
-        self.groups, self.group = groups, group
-
-    def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Map any float ``[T, C]`` and a gate ``[T, C]`` to a fresh ``[T, C]`` in the gate's
-        dtype."""
-        open_ = F.silu(gate.float())
-        x = x.float() * open_ if self.gate_first else x.float()
-        sums_TG = x.new_zeros(len(x), self.groups)
+    def __call__(self, x_TC: Tensor) -> Tensor:
+        """Return ``[T, 1]``, by which the channels that are here are multiplied."""
+        sums_TG = x_TC.new_zeros(len(x_TC), self.groups)
         mine_T = sums_TG[:, self.group.rank * self.groups // self.group.size]
-        mine_T.copy_(x.square().sum(-1))
+        mine_T.copy_(x_TC.square().sum(-1))
         self.group.sum(sums_TG)
-        width = x.shape[1] * self.group.size // self.groups
-        y = x * torch.rsqrt(mine_T[:, None] / width + self.eps) * self.weight
-        return (y if self.gate_first else y.mul_(open_)).to(gate.dtype)
+        width = x_TC.shape[1] * self.group.size // self.groups
+        return torch.rsqrt(mine_T[:, None] / width + self.eps)
 
 
-class SummedSparseMLP(SparseMLP):
-    """A sparse MLP (Gemma 3n) whose cutoff is of the gates of all ranks."""
-
-    __slots__ = ("group",)
-
-    def __init__(self, own: SparseMLP, group: Group) -> None:
-        """``own``: the MLP of this rank's inner width."""
-        super().__init__(own.gate_up, own.down, own.activation, sparsity=own.sparsity)
-        self.group = group
-
-    def moments(self, gate_TF: Tensor) -> tuple[Tensor, Tensor]:
-        """See ``SparseMLP``. In float64, the difference of two large sums is exact enough."""
-        wide_TF, count = gate_TF.double(), gate_TF.shape[1] * self.group.size
-        sums_T2 = self.group.sum(torch.stack((wide_TF.sum(-1), wide_TF.square().sum(-1)), -1)).div_(count)
-        mean_T1 = sums_T2[:, :1]
-        deviation_T1 = (sums_T2[:, 1:] - mean_T1.square()).clamp(min=0).sqrt()
-        return mean_T1.to(gate_TF.dtype), deviation_T1.to(gate_TF.dtype)
+def summed_moments(gate_TF: Tensor, *, group: Group) -> tuple[Tensor, Tensor]:
+    """Return the mean and the deviation of the gates of all ranks, ``[T, 1]``. In float64, the
+    difference of two large sums is exact enough."""
+    wide_TF, count = gate_TF.double(), gate_TF.shape[1] * group.size
+    sums_T2 = group.sum(torch.stack((wide_TF.sum(-1), wide_TF.square().sum(-1)), -1)).div_(count)
+    mean_T1 = sums_T2[:, :1]
+    deviation_T1 = (sums_T2[:, 1:] - mean_T1.square()).clamp(min=0).sqrt()
+    return mean_T1.to(gate_TF.dtype), deviation_T1.to(gate_TF.dtype)
 
 
 class GatheredLinear(Linear):
@@ -204,15 +182,20 @@ def join_ranks(model: Trunk, whole: Any, group: Group) -> None:
 
 
 def _mixer(mixer: Mixer, whole: Any, group: Group) -> Mixer:
-    """Return a mixer whose norms are over the channels of all ranks."""
+    """Let the norms of a mixer be over the channels of all ranks; return the mixer."""
     if isinstance(mixer, WidthNormedAttention):
         assert isinstance(whole, DecoderConfig)
-        return SummedWidthNorms(mixer, (whole.layers[0].num_heads, whole.layers[0].num_kv_heads), group)
+        assert isinstance(mixer.q_norm, RMSNorm)
+        assert isinstance(mixer.k_norm, RMSNorm)
+        spec, own = whole.layers[0], mixer.spec
+        widths = spec.num_heads * own.head_dim, spec.num_kv_heads * own.head_dim
+        copies = own.num_kv_heads * group.size // spec.num_kv_heads
+        mixer.joint_norms = SummedWidthNorms(mixer.q_norm, mixer.k_norm, widths, copies, group)
     if isinstance(mixer, Mamba2Mixer) and mixer.norm is not None:
         assert isinstance(whole, MambaConfig)
         if whole.norm_groups < group.size:
             # A kernel's call would norm the channels that are here.
-            mixer.norm, mixer.call = SummedGatedNorm(mixer.norm, whole.norm_groups, group), None
+            mixer.norm.joint_scale, mixer.call = SummedScale(mixer.norm.eps, whole.norm_groups, group), None
     return mixer
 
 
@@ -222,4 +205,6 @@ def _feed_forward(part: FeedForward, group: Group) -> FeedForward:
         part.dense = SummedFeedForward(part.dense, group)
         part.experts = SummedExperts(part.experts, group)
         return part
-    return SummedFeedForward(SummedSparseMLP(part, group) if isinstance(part, SparseMLP) else part, group)
+    if isinstance(part, SparseMLP):
+        part.moments = partial(summed_moments, group=group)
+    return SummedFeedForward(part, group)

@@ -22,8 +22,9 @@ from quire.contracts.model import Pass, num_blocks
 from quire.models.config_fields import ConfigFields, refuse_unsupported
 from quire.models.decoder import DecoderConfig, Parameters, attention_of, gated_mlp, linear, norm_of
 from quire.models.families import LoadedModel
-from quire.models.geometry import read_geometry, rope_of
+from quire.models.geometry import read_geometry
 from quire.models.heads import Head, read_parameters, target_logits
+from quire.models.rope_config import read_rope
 from quire.models.sources import open_weights, read_config
 from quire.models.tensor_names import LLAMA_NAMES, ignorable_names, name_table
 from quire.nn.embedding import Embedding
@@ -75,7 +76,7 @@ def read_eagle_config(values: Mapping[str, Any], target: LoadedModel, max_len: i
         raise _of_another(fields, name, f"the model's width, {target.hidden_size}")
     trunk = DecoderConfig(
         **{**geometry.usual(fields), "tie_embeddings": False},
-        layers=geometry.layers(rope_of(fields, geometry)),
+        layers=geometry.layers(read_rope(fields, geometry)),
         mlp_bias=fields.flag("mlp_bias", False),
     )
     config = EagleConfig(
@@ -153,8 +154,6 @@ class EagleHead(Head):
     """An EAGLE-3 head."""
 
     fc: Linear
-    norm: Any
-    lm_head: Any
     ids: list[int] | None = None
     """The target's id of each token; None: the same."""
 
@@ -165,11 +164,6 @@ class EagleHead(Head):
     def following(self, y_TE: Tensor) -> Tensor:
         """See ``Head``: the output itself, without the norm."""
         return y_TE
-
-    def head(self, x_RE: Tensor) -> Tensor:
-        """See ``Head``."""
-        logits_RD: Tensor = self.lm_head(self.norm(x_RE)).float()
-        return logits_RD
 
     def target_ids(self, tokens: Sequence[int]) -> list[int]:
         """See ``Head``."""

@@ -22,9 +22,10 @@ from quire.models.bamba import NORMS, SPELLINGS, pass_over_generation, read_mamb
 from quire.models.blocks import FeedForward, JoinedBlock, Norm, weight_of
 from quire.models.config_fields import ConfigFields, config_reader
 from quire.models.decoder import DecoderConfig, Parameters, linear
-from quire.models.geometry import read_activation, read_geometry, rope_of
+from quire.models.geometry import read_activation, read_geometry
 from quire.models.hybrid_decoder import LayerIds, attention_of, norm_of, read_numbers, respelled
 from quire.models.mamba2 import MambaConfig, mamba_names, mamba_of
+from quire.models.rope_config import read_rope
 from quire.models.tensor_names import Names, name_table
 from quire.nn.attention import Attention
 from quire.nn.mamba import Mamba2Mixer
@@ -141,7 +142,7 @@ def read_falcon_h1_config(fields: ConfigFields, max_model_len: int | None) -> Fa
     return FalconH1Config(
         trunk=DecoderConfig(
             **geometry.usual(fields, 1e-5),
-            layers=geometry.layers(rope_of(fields, geometry), sm_scale=key * geometry.head_dim**-0.5),
+            layers=geometry.layers(read_rope(fields, geometry), sm_scale=key * geometry.head_dim**-0.5),
             mlp_bias=fields.flag("mlp_bias", False),
             embedding_scale=fields.number("embedding_multiplier", 1.0),
             logit_scale=fields.number("lm_head_multiplier", 1.0),

@@ -37,13 +37,12 @@ from quire.models import (
 )
 from quire.models import dense_families as dense
 from quire.models.config_fields import ConfigReader
-from quire.models.decoder import Decoder, DecoderConfig, gated_mlp
+from quire.models.decoder import Decoder, DecoderConfig, MlpBuilder, gated_mlp
 from quire.models.gpt_oss import gpt_oss_mlp, gpt_oss_spellings, read_gpt_oss_config
 from quire.models.heads import DraftLayer
 from quire.models.hybrid_decoder import BlockBuilder, HybridDecoder, mixed_block
-from quire.models.mixtral import mixtral_spellings, read_mixtral_config
+from quire.models.mixtral import mixtral_spellings, phimoe_spellings, read_mixtral_config, read_phimoe_config
 from quire.models.mixture import mixture_mlp
-from quire.models.phimoe import phimoe_spellings, read_phimoe_config
 from quire.models.quantized import without_section
 from quire.models.qwen_moe import qwen_moe_spellings, read_qwen2_moe_config, read_qwen3_moe_config
 from quire.models.tensor_names import LLAMA_NAMES, Names, ignorable_names, name_table
@@ -97,7 +96,11 @@ Ignorable: TypeAlias = Callable[[Any], Container[str]]
 Build: TypeAlias = Callable[[Any, Mapping[str, Tensor], Mapping[str, Any]], LoadedModel]
 
 
-@dataclass(frozen=True, kw_only=True)
+def _no_draft_layer(config: Any) -> None:
+    return None
+
+
+@dataclass(frozen=True)
 class Family:
     """The functions from checkpoints of one architecture to models. The others take the
     configuration that ``read_config`` returns."""
@@ -108,126 +111,126 @@ class Family:
     """Reads config.json. Bad values are ``CheckpointError``, missing features ``Unsupported``."""
     name_tables: NameTables
     """Name tables of all spellings in checkpoints of the family; the commonest first."""
-    ignorable_names: Ignorable
-    build: Build
-    draft_layer: Callable[[Any], DraftLayer | None]
+    ignorable_names: Ignorable = ignorable_names
+    build: Build = Decoder
+    draft_layer: Callable[[Any], DraftLayer | None] = _no_draft_layer
     """Returns the first layer that drafts; None: there is none."""
 
 
 FAMILIES: Registry[Family] = Registry("architecture")
+MODEL_TYPES: dict[str, str] = {}
+"""Native architectures by ``model_type``, for checkpoints with code of their own."""
 FULL, WINDOWED, LATENT = ("full",), ("full", "window"), ("latent",)
 
-DENSE: Mapping[str, tuple[tuple[str, ...], ConfigReader[DecoderConfig], Names]] = {
-    "LlamaForCausalLM": (FULL, llama.read_llama_config, LLAMA_NAMES),
-    "MistralForCausalLM": (WINDOWED, llama.read_mistral_config, LLAMA_NAMES),
-    "Ministral3ForCausalLM": (WINDOWED, llama.read_ministral3_config, LLAMA_NAMES),
-    "Qwen2ForCausalLM": (WINDOWED, llama.read_qwen2_config, LLAMA_NAMES),
-    "Qwen3ForCausalLM": (WINDOWED, llama.read_qwen3_config, LLAMA_NAMES),
-    "Phi3ForCausalLM": (WINDOWED, dense.read_phi3_config, dense.PHI3_NAMES),
-    "Gemma2ForCausalLM": (WINDOWED, gemma.read_gemma2_config, gemma.GEMMA_NAMES),
-    "Gemma3ForCausalLM": (WINDOWED, gemma.read_gemma3_config, gemma.GEMMA_NAMES),
-    "Gemma3ForConditionalGeneration": (WINDOWED, gemma.read_gemma3_with_vision_config, gemma.GEMMA3_NAMES),
-    "Olmo2ForCausalLM": (FULL, dense.read_olmo2_config, dense.OLMO2_NAMES),
-    "Cohere2ForCausalLM": (WINDOWED, dense.read_cohere2_config, dense.COHERE2_NAMES),
-    "SmolLM3ForCausalLM": (WINDOWED, dense.read_smollm3_config, LLAMA_NAMES),
-    "StableLmForCausalLM": (FULL, dense.read_stablelm_config, dense.STABLELM_NAMES),
-    "GraniteForCausalLM": (FULL, dense.read_granite_config, LLAMA_NAMES),
-    "Glm4ForCausalLM": (FULL, dense.read_glm4_config, dense.GLM4_NAMES),
+DENSE: Mapping[str, tuple[str, tuple[str, ...], ConfigReader[DecoderConfig], Names]] = {
+    "LlamaForCausalLM": ("llama", FULL, llama.read_llama_config, LLAMA_NAMES),
+    "MistralForCausalLM": ("mistral", WINDOWED, llama.read_mistral_config, LLAMA_NAMES),
+    "Ministral3ForCausalLM": ("ministral3", WINDOWED, llama.read_ministral3_config, LLAMA_NAMES),
+    "Qwen2ForCausalLM": ("qwen2", WINDOWED, llama.read_qwen2_config, LLAMA_NAMES),
+    "Qwen3ForCausalLM": ("qwen3", WINDOWED, llama.read_qwen3_config, LLAMA_NAMES),
+    "Phi3ForCausalLM": ("phi3", WINDOWED, dense.read_phi3_config, dense.PHI3_NAMES),
+    "Gemma2ForCausalLM": ("gemma2", WINDOWED, gemma.read_gemma2_config, gemma.GEMMA_NAMES),
+    "Gemma3ForCausalLM": ("gemma3_text", WINDOWED, gemma.read_gemma3_config, gemma.GEMMA_NAMES),
+    "Gemma3ForConditionalGeneration": ("", WINDOWED, gemma.read_gemma3_with_vision_config, gemma.GEMMA3_NAMES),
+    "Olmo2ForCausalLM": ("olmo2", FULL, dense.read_olmo2_config, dense.OLMO2_NAMES),
+    "Cohere2ForCausalLM": ("cohere2", WINDOWED, dense.read_cohere2_config, dense.COHERE2_NAMES),
+    "SmolLM3ForCausalLM": ("smollm3", WINDOWED, dense.read_smollm3_config, LLAMA_NAMES),
+    "StableLmForCausalLM": ("stablelm", FULL, dense.read_stablelm_config, dense.STABLELM_NAMES),
+    "GraniteForCausalLM": ("granite", FULL, dense.read_granite_config, LLAMA_NAMES),
+    "Glm4ForCausalLM": ("glm4", FULL, dense.read_glm4_config, dense.GLM4_NAMES),
 }
+"""Of each dense family its ``model_type`` ("" if ``MODEL_TYPES`` does not have it), kinds of state,
+reader and names of tensors."""
 
 
-def _register(
+def _register(architecture: str, model_type: str, family: Family) -> None:
+    FAMILIES.register(architecture, family)
+    if model_type:
+        MODEL_TYPES[model_type] = architecture
+
+
+def _mixture(
     architecture: str,
-    state_kinds: tuple[str, ...],
+    model_type: str,
     read: ConfigReader[Any],
     name_tables: NameTables,
-    ignorable: Ignorable = ignorable_names,
-    build: Build = Decoder,
-    draft_layer: Callable[[Any], DraftLayer | None] = lambda config: None,
+    mlp: MlpBuilder[Any] = mixture_mlp,
 ) -> None:
-    family = Family(
-        state_kinds=state_kinds,
-        read_config=read,
-        name_tables=name_tables,
-        ignorable_names=ignorable,
-        build=build,
-        draft_layer=draft_layer,
-    )
-    FAMILIES.register(architecture, family)
+    _register(architecture, model_type, Family(WINDOWED, read, name_tables, build=partial(Decoder[Any], mlp=mlp)))
 
 
 def _hybrid(
     architecture: str,
+    model_type: str,
     read: ConfigReader[Any],
     name_tables: NameTables,
     block: BlockBuilder[Any],
     ignorable: Ignorable = lambda config: ignorable_names(config.trunk),
     state_kinds: tuple[str, ...] = ("full", "recurrent"),
-    draft_layer: Callable[[Any], DraftLayer | None] = lambda config: None,
+    draft_layer: Callable[[Any], DraftLayer | None] = _no_draft_layer,
 ) -> None:
     build = partial(HybridDecoder[Any], block=block)
-    _register(architecture, state_kinds, read, name_tables, ignorable, build, draft_layer)
+    _register(architecture, model_type, Family(state_kinds, read, name_tables, ignorable, build, draft_layer))
 
 
 def _dense_tables(config: DecoderConfig, names: Names) -> Sequence[NameTable]:
     return (name_table(config, names),)
 
 
-for _name, (_kinds, _read, _names) in DENSE.items():
-    _register(_name, _kinds, _read, partial(_dense_tables, names=_names), partial(ignorable_names, names=_names))
+for _name, (_type, _kinds, _read, _names) in DENSE.items():
+    _tables, _ignorable = partial(_dense_tables, names=_names), partial(ignorable_names, names=_names)
+    _register(_name, _type, Family(_kinds, _read, _tables, _ignorable))
 
-_register("GlmForCausalLM", FULL, dense.read_glm_config, dense.glm_spellings, dense.glm_ignorable_names)
-_mixture: Build = partial(Decoder[Any], mlp=mixture_mlp)
-_register("MixtralForCausalLM", WINDOWED, read_mixtral_config, mixtral_spellings, build=_mixture)
-_register("PhimoeForCausalLM", WINDOWED, read_phimoe_config, phimoe_spellings, build=_mixture)
-_register("Qwen2MoeForCausalLM", WINDOWED, read_qwen2_moe_config, qwen_moe_spellings, build=_mixture)
-_register("Qwen3MoeForCausalLM", WINDOWED, read_qwen3_moe_config, qwen_moe_spellings, build=_mixture)
-_gpt_oss: Build = partial(Decoder[Any], mlp=gpt_oss_mlp)
-_register("GptOssForCausalLM", WINDOWED, read_gpt_oss_config, gpt_oss_spellings, build=_gpt_oss)
+_glm = Family(FULL, dense.read_glm_config, dense.glm_spellings, dense.glm_ignorable_names)
+_register("GlmForCausalLM", "glm", _glm)
+_mixture("MixtralForCausalLM", "mixtral", read_mixtral_config, mixtral_spellings)
+_mixture("PhimoeForCausalLM", "phimoe", read_phimoe_config, phimoe_spellings)
+_mixture("Qwen2MoeForCausalLM", "qwen2_moe", read_qwen2_moe_config, qwen_moe_spellings)
+_mixture("Qwen3MoeForCausalLM", "qwen3_moe", read_qwen3_moe_config, qwen_moe_spellings)
+_mixture("GptOssForCausalLM", "gpt_oss", read_gpt_oss_config, gpt_oss_spellings, gpt_oss_mlp)
 
-for _name, _read_latent in (
-    ("DeepseekV2ForCausalLM", deepseek.read_deepseek_v2_config),
-    ("DeepseekV3ForCausalLM", deepseek.read_deepseek_v3_config),
-    ("Glm4MoeLiteForCausalLM", deepseek.read_glm4_moe_lite_config),
+for _name, _type, _read_latent in (
+    ("DeepseekV2ForCausalLM", "deepseek_v2", deepseek.read_deepseek_v2_config),
+    ("DeepseekV3ForCausalLM", "deepseek_v3", deepseek.read_deepseek_v3_config),
+    ("Glm4MoeLiteForCausalLM", "glm4_moe_lite", deepseek.read_glm4_moe_lite_config),
 ):
     _build: Build = partial(deepseek.LatentDecoder[Any], mlp=mixture_mlp)
     _names_of = (deepseek.latent_mixture_spellings, deepseek.latent_mixture_ignorable_names)
-    _register(_name, LATENT, _read_latent, *_names_of, _build, deepseek.latent_draft_layer)
+    _register(_name, _type, Family(LATENT, _read_latent, *_names_of, _build, deepseek.latent_draft_layer))
 _youtu: Build = partial(deepseek.LatentDecoder[Any], mlp=gated_mlp)
-_register("YoutuForCausalLM", LATENT, deepseek.read_youtu_config, deepseek.latent_spellings, build=_youtu)
-
-_layered = gemma_layers.layered_ignorable_names
 _register(
-    "Gemma3nForCausalLM",
-    WINDOWED,
-    gemma3n.read_gemma3n_config,
-    gemma3n.gemma3n_spellings,
-    _layered,
-    gemma3n.gemma3n,
+    "YoutuForCausalLM", "youtu", Family(LATENT, deepseek.read_youtu_config, deepseek.latent_spellings, build=_youtu)
 )
-_register("Gemma4ForCausalLM", WINDOWED, gemma4.read_gemma4_config, gemma4.gemma4_spellings, _layered, gemma4.gemma4)
-_hybrid("BambaForCausalLM", bamba.read_bamba_config, bamba.bamba_spellings, partial(mixed_block, mixer=mamba2.mamba_of))
+
+for _name, _type, _read_layered, _spellings, _build in (
+    ("Gemma3nForCausalLM", "gemma3n_text", gemma3n.read_gemma3n_config, gemma3n.gemma3n_spellings, gemma3n.gemma3n),
+    ("Gemma4ForCausalLM", "gemma4_text", gemma4.read_gemma4_config, gemma4.gemma4_spellings, gemma4.gemma4),
+):
+    _register(_name, _type, Family(WINDOWED, _read_layered, _spellings, gemma_layers.layered_ignorable_names, _build))
+_mamba: BlockBuilder[Any] = partial(mixed_block, mixer=mamba2.mamba_of)
+_hybrid("BambaForCausalLM", "bamba", bamba.read_bamba_config, bamba.bamba_spellings, _mamba)
 _hybrid(
-    "FalconH1ForCausalLM", falcon_h1.read_falcon_h1_config, falcon_h1.falcon_h1_spellings, falcon_h1.side_by_side_block
+    "FalconH1ForCausalLM",
+    "falcon_h1",
+    falcon_h1.read_falcon_h1_config,
+    falcon_h1.falcon_h1_spellings,
+    falcon_h1.side_by_side_block,
 )
 _hybrid(
     "GraniteMoeHybridForCausalLM",
+    "granitemoehybrid",
     granite_moe_hybrid.read_granite_moe_hybrid_config,
     granite_moe_hybrid.granite_moe_hybrid_spellings,
-    partial(mixed_block, mixer=mamba2.mamba_of),
+    _mamba,
 )
 _short: BlockBuilder[Any] = partial(mixed_block, mixer=lfm2.short_conv)
-_hybrid("Lfm2ForCausalLM", lfm2.read_lfm2_config, lfm2.lfm2_spellings, _short)
-_hybrid("Lfm2MoeForCausalLM", lfm2.read_lfm2_moe_config, lfm2.lfm2_spellings, _short)
-_hybrid(
-    "Lfm3ForCausalLM",
-    lfm2.read_lfm3_config,
-    lfm2.lfm3_spellings,
-    _short,
-    state_kinds=("full", "window", "recurrent"),
-)
+_windows_too = ("full", "window", "recurrent")
+_hybrid("Lfm2ForCausalLM", "lfm2", lfm2.read_lfm2_config, lfm2.lfm2_spellings, _short)
+_hybrid("Lfm2MoeForCausalLM", "lfm2_moe", lfm2.read_lfm2_moe_config, lfm2.lfm2_spellings, _short)
+_hybrid("Lfm3ForCausalLM", "lfm3", lfm2.read_lfm3_config, lfm2.lfm3_spellings, _short, state_kinds=_windows_too)
 _hybrid(
     "Mamba2ForCausalLM",
+    "mamba2",
     mamba2.read_mamba2_config,
     mamba2.mamba2_spellings,
     mamba2.bare_block,
@@ -236,69 +239,28 @@ _hybrid(
 )
 _hybrid(
     "NemotronHForCausalLM",
+    "nemotron_h",
     nemotron_h.read_nemotron_h_config,
     nemotron_h.nemotron_h_spellings,
     nemotron_h.nemotron_h_block,
     nemotron_h.nemotron_h_ignorable_names,
 )
-for _name, _read_delta in (
-    ("Qwen3NextForCausalLM", qwen3_next.read_qwen3_next_config),
-    ("Qwen3_5ForCausalLM", qwen3_next.read_qwen3_5_config),
-    ("Qwen3_5MoeForCausalLM", qwen3_next.read_qwen3_5_moe_config),
-    ("Qwen3_5ForConditionalGeneration", qwen3_next.read_qwen3_5_with_vision_config),
-    ("Qwen3_5MoeForConditionalGeneration", qwen3_next.read_qwen3_5_moe_with_vision_config),
+for _name, _type, _read_delta in (
+    ("Qwen3NextForCausalLM", "qwen3_next", qwen3_next.read_qwen3_next_config),
+    ("Qwen3_5ForCausalLM", "qwen3_5_text", qwen3_next.read_qwen3_5_config),
+    ("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", qwen3_next.read_qwen3_5_moe_config),
+    ("Qwen3_5ForConditionalGeneration", "", qwen3_next.read_qwen3_5_with_vision_config),
+    ("Qwen3_5MoeForConditionalGeneration", "", qwen3_next.read_qwen3_5_moe_with_vision_config),
 ):
-    _block = partial(mixed_block, mixer=qwen3_next.delta_net)
     _hybrid(
         _name,
+        _type,
         _read_delta,
         qwen3_next.delta_spellings,
-        _block,
+        partial(mixed_block, mixer=qwen3_next.delta_net),
         qwen3_next.delta_ignorable_names,
         draft_layer=qwen3_next.delta_draft_layer,
     )
-
-
-MODEL_TYPES: Mapping[str, str] = {
-    "bamba": "BambaForCausalLM",
-    "cohere2": "Cohere2ForCausalLM",
-    "deepseek_v2": "DeepseekV2ForCausalLM",
-    "deepseek_v3": "DeepseekV3ForCausalLM",
-    "falcon_h1": "FalconH1ForCausalLM",
-    "gemma2": "Gemma2ForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
-    "gemma3n_text": "Gemma3nForCausalLM",
-    "gemma4_text": "Gemma4ForCausalLM",
-    "glm": "GlmForCausalLM",
-    "glm4": "Glm4ForCausalLM",
-    "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
-    "gpt_oss": "GptOssForCausalLM",
-    "granite": "GraniteForCausalLM",
-    "granitemoehybrid": "GraniteMoeHybridForCausalLM",
-    "lfm2": "Lfm2ForCausalLM",
-    "lfm2_moe": "Lfm2MoeForCausalLM",
-    "lfm3": "Lfm3ForCausalLM",
-    "llama": "LlamaForCausalLM",
-    "mamba2": "Mamba2ForCausalLM",
-    "ministral3": "Ministral3ForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-    "nemotron_h": "NemotronHForCausalLM",
-    "olmo2": "Olmo2ForCausalLM",
-    "phi3": "Phi3ForCausalLM",
-    "phimoe": "PhimoeForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen2_moe": "Qwen2MoeForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
-    "qwen3_5_text": "Qwen3_5ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "qwen3_next": "Qwen3NextForCausalLM",
-    "smollm3": "SmolLM3ForCausalLM",
-    "stablelm": "StableLmForCausalLM",
-    "youtu": "YoutuForCausalLM",
-}
-"""Native architectures by ``model_type``, for checkpoints with code of their own."""
 
 
 def is_foreign(values: Mapping[str, Any]) -> bool:
@@ -333,7 +295,7 @@ def family_of(values: Mapping[str, Any]) -> Family:
             f"config.json: architectures is {found}; expected one of {FAMILIES.list_names()} in a list"
         )
     if text_architecture(values) is not None:
-        return _text_family(FAMILIES.require(text_type(values).family))
+        return _text_family(FAMILIES.require(MODEL_TYPES[text_type(values).model_type]))
     name = _native_name(values)
     if name is None:
         raise Unsupported(f"architecture {names[0]!r} is not supported; known ones: {', '.join(FAMILIES)}")

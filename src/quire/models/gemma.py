@@ -20,9 +20,10 @@ from quire.models.geometry import (
     read_geometry,
     read_layer_types,
     read_window,
-    rope_of,
+    ropes_of,
     windows_of,
 )
+from quire.models.rope_config import read_rope
 from quire.models.tensor_names import Names
 
 GEMMA_NAMES = Names(
@@ -62,7 +63,7 @@ def read_gemma2_config(fields: ConfigFields, max_model_len: int | None) -> Decod
     return DecoderConfig(
         **_common(fields, geometry),
         layers=geometry.layers(
-            rope_of(fields, geometry),
+            read_rope(fields, geometry),
             windows_of(fields, windowed, read_window(fields, 4096)),
             sm_scale=fields.number("query_pre_attn_scalar", 256.0) ** -0.5,
             softcap=fields.optional_number("attn_logit_softcapping", 50.0),
@@ -81,8 +82,7 @@ def read_gemma3_config(fields: ConfigFields, max_model_len: int | None) -> Decod
 def read_gemma3_with_vision_config(fields: ConfigFields, max_model_len: int | None) -> DecoderConfig:
     """Read ``text_config`` of ``Gemma3ForConditionalGeneration``. The image encoder is not loaded;
     its outputs can come as embeddings."""
-    if fields.get("model_type") not in (None, "gemma3"):
-        raise fields.error("model_type", "'gemma3', which goes with Gemma3ForConditionalGeneration")
+    fields.expect_model_type("gemma3", "Gemma3ForConditionalGeneration")
     fields.get("vision_config")
     text = {**GEMMA3_TEXT_DEFAULTS, **fields.mapping("text_config")}
     text.setdefault("tie_word_embeddings", fields.flag("tie_word_embeddings", True))
@@ -98,12 +98,11 @@ def _read_gemma3(fields: ConfigFields, architecture: str, max_model_len: int | N
     geometry = read_geometry(fields, architecture, "gemma3_text", max_model_len, kv_heads_required=True, head_dim=256)
     pattern = fields.count("sliding_window_pattern", 6)
     windowed = read_layer_types(fields, geometry.num_layers) or geometry.all_but_every(pattern)
-    full = rope_of(fields, geometry, layer_type="full_attention", theta_default=1_000_000.0)
-    sliding = rope_of(fields, geometry, layer_type="sliding_attention")
+    ropes = ropes_of(fields, geometry, windowed)
     return DecoderConfig(
         **_common(fields, geometry),
         layers=geometry.layers(
-            [sliding if one else full for one in windowed],
+            ropes,
             windows_of(fields, windowed, read_window(fields, 4096)),
             sm_scale=fields.number("query_pre_attn_scalar", 256.0) ** -0.5,
         ),
@@ -112,21 +111,22 @@ def _read_gemma3(fields: ConfigFields, architecture: str, max_model_len: int | N
     )
 
 
+def scaled_fields(fields: ConfigFields, geometry: DecoderGeometry) -> dict[str, Any]:
+    """Read the fields that all of Gemma's decoders share."""
+    return {
+        **geometry.common(),
+        "norm_eps": fields.number("rms_norm_eps", 1e-6),
+        "activation": read_activation(fields, "hidden_activation", "gelu_pytorch_tanh"),
+        "tie_embeddings": fields.flag("tie_word_embeddings", True),
+        "embedding_scale": math.sqrt(geometry.hidden_size),
+        "round_embedding_scale": True,
+    }
+
+
 def _common(fields: ConfigFields, geometry: DecoderGeometry) -> dict[str, Any]:
-    activation = read_activation(fields, "hidden_activation", "gelu_pytorch_tanh")
+    shared = scaled_fields(fields, geometry)
     # transformers reads only the newer of both names; a contradicting one must be a mistake.
     if fields.get("hidden_act") is not None:
         fields.expect("hidden_act", fields.get("hidden_activation") or "gelu_pytorch_tanh")
     bias = fields.flag("attention_bias", False)
-    return {
-        **geometry.common(),
-        "norm": "offset_rms",
-        "norm_eps": fields.number("rms_norm_eps", 1e-6),
-        "placement": "sandwich",
-        "activation": activation,
-        "tie_embeddings": fields.flag("tie_word_embeddings", True),
-        "qkv_bias": bias,
-        "out_bias": bias,
-        "embedding_scale": math.sqrt(geometry.hidden_size),
-        "round_embedding_scale": True,
-    }
+    return {**shared, "norm": "offset_rms", "placement": "sandwich", "qkv_bias": bias, "out_bias": bias}

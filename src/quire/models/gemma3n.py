@@ -14,8 +14,7 @@ Letters: T tokens, E model width, N residual streams, W width of a row, F inner 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import NormalDist
 from typing import Any
@@ -27,6 +26,7 @@ from quire.contracts.model import Pass
 from quire.models.blocks import FeedForward, Mixer
 from quire.models.config_fields import ConfigFields, refuse_unsupported
 from quire.models.decoder import Parameters, gated_mlp, linear
+from quire.models.gemma import scaled_fields
 from quire.models.gemma_layers import (
     LayeredConfig,
     LayeredDecoder,
@@ -39,13 +39,13 @@ from quire.models.gemma_layers import (
 )
 from quire.models.geometry import (
     DecoderGeometry,
-    read_activation,
     read_geometry,
     read_layer_types,
     read_window,
-    rope_of,
+    ropes_of,
     windows_of,
 )
+from quire.models.tensor_names import places_of
 from quire.nn.linear import Linear
 from quire.nn.mlp import GatedMLP
 from quire.nn.norm import RMSNorm
@@ -84,24 +84,18 @@ def read_gemma3n_config(values: Mapping[str, Any], max_model_len: int | None = N
         fields, "Gemma3nForCausalLM", "gemma3n_text", max_model_len, kv_heads_required=True, head_dim=256
     )
     windowed = read_layer_types(fields, geometry.num_layers) or geometry.all_but_every(5)
-    full = rope_of(fields, geometry, layer_type="full_attention", theta_default=1_000_000.0)
-    sliding = rope_of(fields, geometry, layer_type="sliding_attention")
+    ropes = ropes_of(fields, geometry, windowed)
     streams, active = fields.count("altup_num_inputs", 4), fields.whole("altup_active_idx", 0)
     if active >= streams:
         raise fields.error("altup_active_idx", f"less than altup_num_inputs ({streams})")
     fields.get("altup_coef_clip")  # Clips coefficients in training alone.
     config = Gemma3nConfig(
-        **geometry.common(),
+        **scaled_fields(fields, geometry),
         layers=geometry.layers(
-            [sliding if one else full for one in windowed],
+            ropes,
             windows_of(fields, windowed, read_window(fields, 512)),
             sm_scale=1.0,
         ),
-        norm_eps=fields.number("rms_norm_eps", 1e-6),
-        activation=read_activation(fields, "hidden_activation", "gelu_pytorch_tanh"),
-        tie_embeddings=fields.flag("tie_word_embeddings", True),
-        embedding_scale=math.sqrt(geometry.hidden_size),
-        round_embedding_scale=True,
         logit_softcap=fields.optional_number("final_logit_softcapping", 30.0),
         sources=read_sources(fields, windowed, 15),
         inner_sizes=_inner_sizes(fields, geometry, inner),
@@ -150,9 +144,7 @@ def gemma3n_spellings(config: Gemma3nConfig) -> Sequence[NameTable]:
         "altup.correction_coefs.weight": ("altup.correct.weight", (streams, streams)),
         "altup.correct_output_scale": ("altup.scale", (width,)),
     }
-    table = layered_names(config)
-    for theirs, (ours, shape) in sizes.items():
-        table[f"model.layers.{{}}.{theirs}"] = Place(parameter=f"{{}}.{ours}", shape=shape)
+    table = layered_names(config) | places_of(sizes, "model.layers.{}.", "{}.")
     for stream in range(streams - 1):
         for theirs, ours in (("altup_projections", "spread"), ("altup_unembed_projections", "gather")):
             place = Place(parameter=f"{ours}.{stream}.weight", shape=(width, width))
@@ -205,12 +197,19 @@ def _block(config: Gemma3nConfig, block: int, parameters: Parameters) -> AltUpBl
     )
 
 
+def moments(gate_TF: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the mean and the deviation of each row, ``[T, 1]``."""
+    return gate_TF.mean(dim=-1, keepdim=True), torch.std(gate_TF, dim=-1, keepdim=True, unbiased=False)
+
+
 @dataclass(slots=True, eq=False)
 class SparseMLP(GatedMLP):
     """A gated MLP that subtracts a cutoff from its gates and sets those below to 0: their mean, and
     the multiple of their deviation above which a normal distribution has ``1 - sparsity``."""
 
     sparsity: float = field(kw_only=True)
+    moments: Callable[[Tensor], tuple[Tensor, Tensor]] = moments
+    """Mean and deviation of the gates; ranks add what they need for it."""
 
     def __call__(self, x_TE: Tensor) -> Tensor:
         """Map ``[T, E]`` to a fresh ``[T, E]``."""
@@ -218,10 +217,6 @@ class SparseMLP(GatedMLP):
         mean_T1, deviation_T1 = self.moments(gate_TF)
         cutoff_T1 = mean_T1 + deviation_T1 * NormalDist().inv_cdf(self.sparsity)
         return self.down(ACTIVATIONS[self.activation](torch.relu(gate_TF - cutoff_T1)).mul_(up_TF))
-
-    def moments(self, gate_TF: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the mean and the deviation of each row, ``[T, 1]``."""
-        return gate_TF.mean(dim=-1, keepdim=True), torch.std(gate_TF, dim=-1, keepdim=True, unbiased=False)
 
 
 @dataclass(slots=True, eq=False)

@@ -13,7 +13,6 @@ Letters: T tokens, E model width, W width of a row, X experts, K experts of a to
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -27,6 +26,7 @@ from quire.contracts.ranks import Share
 from quire.models.blocks import FeedForward, Mixer
 from quire.models.config_fields import ConfigFields, refuse_unsupported
 from quire.models.decoder import AttentionSpec, Parameters, gated_mlp
+from quire.models.gemma import scaled_fields
 from quire.models.gemma_layers import (
     LayeredConfig,
     LayeredDecoder,
@@ -40,14 +40,13 @@ from quire.models.gemma_layers import (
 )
 from quire.models.geometry import (
     DecoderGeometry,
-    read_activation,
     read_geometry,
     read_layer_types,
     read_window,
-    rope_of,
     windows_of,
 )
 from quire.models.mixture import read_num_experts
+from quire.models.rope_config import read_rope
 from quire.nn.experts import ActivatedGate, ExpertLinear, Experts, Router
 from quire.nn.norm import RMSNorm
 from quire.weights.lazy_parameters import late
@@ -99,13 +98,8 @@ def read_gemma4_config(values: Mapping[str, Any], max_model_len: int | None = No
     sources = read_sources(fields, windowed, 0)
     wide = fields.flag("use_double_wide_mlp", False)
     config = Gemma4Config(
-        **geometry.common(),
+        **scaled_fields(fields, geometry),
         layers=_layers(fields, geometry, windowed, shared_kv),
-        norm_eps=fields.number("rms_norm_eps", 1e-6),
-        activation=read_activation(fields, "hidden_activation", "gelu_pytorch_tanh"),
-        tie_embeddings=fields.flag("tie_word_embeddings", True),
-        embedding_scale=math.sqrt(geometry.hidden_size),
-        round_embedding_scale=True,
         logit_softcap=fields.optional_number("final_logit_softcapping", None),
         sources=sources,
         inner_sizes=tuple(geometry.intermediate_size * (2 if wide and one is not None else 1) for one in sources),
@@ -145,7 +139,7 @@ def _layers(
         for name in changes.unread():
             changes.expect(name)
         kind = "sliding_attention" if one else "full_attention"
-        found += sizes.layers(rope_of(fields, sizes, layer_type=kind), window, sm_scale=1.0)
+        found += sizes.layers(read_rope(fields, sizes, layer_type=kind), window, sm_scale=1.0)
     return tuple(found)
 
 

@@ -31,7 +31,7 @@ from quire.models.blocks import Mixer
 from quire.models.config_fields import ConfigFields
 from quire.models.decoder import DecoderConfig, Parameters, Trunk, linear, norm_of
 from quire.models.gemma import GEMMA_NAMES
-from quire.models.tensor_names import IgnorableNames, ignorable_names
+from quire.models.tensor_names import IgnorableNames, gated_names, ignorable_names, map_names, places_of
 from quire.nn.attention import SharedAttention, ValueNormedAttention
 from quire.nn.embedding import ScaledEmbedding
 from quire.nn.linear import Linear
@@ -90,7 +90,8 @@ def layered_names(config: LayeredConfig) -> dict[str, Place]:
     for ours, theirs in GEMMA_NAMES.norms.items():
         table[f"model.layers.{{}}.{theirs}.weight"] = Place(parameter=f"{{}}.{ours}.weight", shape=(width,))
     for block in range(config.num_layers):
-        table |= _attention_names(config, block) | _mlp_names(width, config.inner_sizes[block], block)
+        mlp = gated_names(f"model.layers.{block}.mlp.", f"{block}.", width, config.inner_sizes[block])
+        table |= _attention_names(config, block) | mlp
     if config.input_size:
         table |= _input_names(config)
     return table
@@ -98,47 +99,31 @@ def layered_names(config: LayeredConfig) -> dict[str, Place]:
 
 def _attention_names(config: LayeredConfig, block: int) -> dict[str, Place]:
     spec, width, prefix = config.layers[block], config.hidden_size, f"model.layers.{block}.self_attn."
-    rows = {"q_proj": spec.num_heads * spec.head_dim}
-    norms = ["q_norm"]
+    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    rows, norms = {"q_proj": queries}, ["q_norm"]
     if config.sources[block] is None:
         norms.append("k_norm")
-        rows["k_proj"] = spec.num_kv_heads * spec.head_dim
-        if block not in config.keys_as_values:
-            rows["v_proj"] = rows["k_proj"]
-    table, row = {}, 0
-    for name, count in rows.items():
-        table[f"{prefix}{name}.weight"] = Place(parameter=f"{block}.qkv.weight", shape=(count, width), row=row)
-        row += count
-    place = Place(parameter=f"{block}.out.weight", shape=(width, rows["q_proj"]))
-    for name in norms:
-        table[f"{prefix}{name}.weight"] = Place(parameter=f"{block}.{name}.weight", shape=(spec.head_dim,))
-    return {**table, f"{prefix}o_proj.weight": place}
-
-
-def _mlp_names(width: int, inner: int, block: int) -> dict[str, Place]:
-    prefix = f"model.layers.{block}.mlp."
-    return {
-        f"{prefix}gate_proj.weight": Place(parameter=f"{block}.gate_up.weight", shape=(inner, width)),
-        f"{prefix}up_proj.weight": Place(parameter=f"{block}.gate_up.weight", shape=(inner, width), row=inner),
-        f"{prefix}down_proj.weight": Place(parameter=f"{block}.down.weight", shape=(width, inner)),
-    }
+        rows |= {"k_proj": keys} if block in config.keys_as_values else {"k_proj": keys, "v_proj": keys}
+    table = map_names(prefix, tuple(rows), f"{block}.qkv", tuple(rows.values()), width)
+    table |= map_names(prefix, ("o_proj",), f"{block}.out", (width,), queries)
+    heads = {f"{name}.weight": (f"{name}.weight", (spec.head_dim,)) for name in norms}
+    return table | places_of(heads, prefix, f"{block}.")
 
 
 def _input_names(config: LayeredConfig) -> dict[str, Place]:
     width, size = config.hidden_size, config.input_size
     every = config.num_layers * size
-    sizes: dict[str, tuple[str, tuple[int, ...]]] = {
-        "embed_tokens_per_layer": ("inputs.embed", (config.input_vocab, every)),
-        "per_layer_model_projection": ("inputs.project", (every, width)),
-        "per_layer_projection_norm": ("inputs.norm", (size,)),
-        "layers.{}.per_layer_input_gate": ("{}.input_gate", (size, width)),
-        "layers.{}.per_layer_projection": ("{}.input_out", (width, size)),
-        "layers.{}.post_per_layer_input_norm": ("{}.input_norm", (width,)),
+    outside: dict[str, tuple[str, tuple[int, ...]]] = {
+        "embed_tokens_per_layer.weight": ("embed.weight", (config.input_vocab, every)),
+        "per_layer_model_projection.weight": ("project.weight", (every, width)),
+        "per_layer_projection_norm.weight": ("norm.weight", (size,)),
     }
-    return {
-        f"model.{theirs}.weight": Place(parameter=f"{ours}.weight", shape=shape)
-        for theirs, (ours, shape) in sizes.items()
+    inside: dict[str, tuple[str, tuple[int, ...]]] = {
+        "per_layer_input_gate.weight": ("input_gate.weight", (size, width)),
+        "per_layer_projection.weight": ("input_out.weight", (width, size)),
+        "post_per_layer_input_norm.weight": ("input_norm.weight", (width,)),
     }
+    return places_of(outside, "model.", "inputs.") | places_of(inside, "model.layers.{}.", "{}.")
 
 
 def layered_ignorable_names(config: LayeredConfig) -> IgnorableNames:

@@ -14,7 +14,7 @@ from quire.contracts.layers import FullAttention, RopeSpec, WindowedAttention
 from quire.contracts.rows import ActivationName
 from quire.models.config_fields import ConfigFields
 from quire.models.decoder import AttentionSpec
-from quire.models.rope_config import DEFAULT_ROPE_THETA, read_rope
+from quire.models.rope_config import read_rope
 
 MAX_LAYERS = 10_000
 """A bound above any model's, so that a damaged config.json does not cost memory."""
@@ -131,8 +131,7 @@ def read_geometry(
     """Read the sizes. transformers has its own default of ``num_key_value_heads``, so a family may
     require that field. ``head_dim``: default of its field (None: the width divided by the heads).
     ``exact_head_dim``: the value implied by other fields, which the field must equal."""
-    if fields.get("model_type") not in (None, model_type):
-        raise fields.error("model_type", f"{model_type!r}, which goes with {architecture}")
+    fields.expect_model_type(model_type, architecture)
     hidden_size, num_heads = fields.count("hidden_size"), fields.count("num_attention_heads")
     if kv_heads_required and not fields.present("num_key_value_heads"):
         raise fields.error("num_key_value_heads", "the number of KV heads, or null for one per query head")
@@ -225,25 +224,9 @@ def windows_of(fields: ConfigFields, windowed: Sequence[bool], window: int | Non
     return tuple(window if one else None for one in windowed)
 
 
-def rope_of(
-    fields: ConfigFields,
-    geometry: DecoderGeometry,
-    *,
-    layer_type: str | None = None,
-    theta_default: float = DEFAULT_ROPE_THETA,
-    partial_default: float | None = None,
-    interleaved: bool = False,
-    magnitudes: bool = False,
-) -> RopeSpec:
-    """Call ``read_rope`` with the sizes and the length of ``geometry``."""
-    return read_rope(
-        fields,
-        geometry.head_dim,
-        geometry.max_position,
-        max_model_len=geometry.max_model_len,
-        layer_type=layer_type,
-        theta_default=theta_default,
-        partial_default=partial_default,
-        interleaved=interleaved,
-        magnitudes=magnitudes,
-    )
+def ropes_of(fields: ConfigFields, geometry: DecoderGeometry, windowed: Sequence[bool]) -> list[RopeSpec]:
+    """Read each layer's RoPE. With a window it has another base than without, where that is
+    1,000,000 by default (Gemma 3, LFM3)."""
+    full = read_rope(fields, geometry, layer_type="full_attention", theta_default=1_000_000.0)
+    sliding = read_rope(fields, geometry, layer_type="sliding_attention")
+    return [sliding if one else full for one in windowed]

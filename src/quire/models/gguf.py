@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from quire.base.errors import CheckpointError, Unsupported
+from quire.models.families import MODEL_TYPES
 from quire.weights.gguf_blocks import NVFP4
 from quire.weights.gguf_container import GgufParts, open_gguf
 from quire.weights.gguf_files import GgufFiles, Origin, unit_names
@@ -153,15 +154,15 @@ class Metadata:
 
 Attends: TypeAlias = Literal["all", "some", "none"]
 Config: TypeAlias = Callable[[Metadata], dict[str, Any]]
+Origins: TypeAlias = Sequence[tuple[str, Origin]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
     """One ``general.architecture``."""
 
-    family: str
-    """The name in ``architectures`` of config.json."""
     model_type: str
+    """That of the family, in config.json."""
     config: Config = lambda metadata: {}
     """Returns the fields that differ from those of ``_common`` or add to them."""
     trunk: Mapping[str, str] = field(default_factory=lambda: TRUNK)
@@ -175,8 +176,9 @@ class Architecture:
     """Names of an expert's projections, with ``{}`` for its number."""
     offset_norms: bool = False
     """Whether the family stores norms as their difference to 1."""
-    origins: Callable[[Metadata], Mapping[str, Origin]] = lambda metadata: {}
-    """Returns further tensors of the checkpoint."""
+    origins: Callable[[Metadata], Origins] = lambda metadata: ()
+    """Returns further tensors of a layer, named as in ``layer`` but with their suffixes, and those
+    of the file's layer that make them. One counts if all of these are there."""
 
 
 # Configurations.
@@ -209,7 +211,7 @@ def config_of(parts: GgufParts) -> dict[str, Any]:
     row, metadata = _row_of(parts), Metadata(parts)
     values = (
         _common(metadata, row.attends)
-        | {"architectures": [row.family], "model_type": row.model_type}
+        | {"architectures": [MODEL_TYPES[row.model_type]], "model_type": row.model_type}
         | row.config(metadata)
     )
     metadata.refuse_unread()
@@ -455,20 +457,17 @@ def _gpt_oss(metadata: Metadata) -> dict[str, Any]:
     }
 
 
-def _gpt_oss_origins(metadata: Metadata) -> dict[str, Origin]:
+def _gpt_oss_origins(metadata: Metadata) -> Origins:
     def alternating(gate: Tensor, up: Tensor) -> Tensor:
         return torch.stack((gate, up), 2).flatten(1, 2)
 
-    found: dict[str, Origin] = {}
-    for layer in range(metadata.layers):
-        ours, theirs = f"blk.{layer}.ffn_", f"model.layers.{layer}.mlp.experts."
-        for part, name in ((".weight", ""), (".bias", "_bias")):
-            found[f"{theirs}gate_up_proj{name}"] = Origin(
-                (f"{ours}gate_exps{part}", f"{ours}up_exps{part}"), alternating
-            )
-            found[f"{theirs}down_proj{name}"] = Origin((f"{ours}down_exps{part}",))
-        found[f"model.layers.{layer}.self_attn.sinks"] = Origin((f"blk.{layer}.attn_sinks.weight",))
-    return found
+    return (
+        ("mlp.experts.gate_up_proj", Origin(("ffn_gate_exps.weight", "ffn_up_exps.weight"), alternating)),
+        ("mlp.experts.gate_up_proj_bias", Origin(("ffn_gate_exps.bias", "ffn_up_exps.bias"), alternating)),
+        ("mlp.experts.down_proj", Origin(("ffn_down_exps.weight",))),
+        ("mlp.experts.down_proj_bias", Origin(("ffn_down_exps.bias",))),
+        ("self_attn.sinks", Origin(("attn_sinks.weight",))),
+    )
 
 
 def _deepseek2(metadata: Metadata) -> dict[str, Any]:
@@ -512,17 +511,14 @@ def _deepseek2(metadata: Metadata) -> dict[str, Any]:
     return fields | {"scoring_func": "softmax"} | (grouped if groups > 1 else {"topk_method": "greedy"})
 
 
-def _deepseek2_origins(metadata: Metadata) -> dict[str, Origin]:
+def _deepseek2_origins(metadata: Metadata) -> Origins:
     def joined(key: Tensor, value: Tensor) -> Tensor:
         return torch.cat((key.mT, value), 1).flatten(0, 1)
 
-    found: dict[str, Origin] = {}
-    for layer in range(metadata.layers):
-        ours, theirs = f"blk.{layer}.", f"model.layers.{layer}."
-        halves = (f"{ours}attn_k_b.weight", f"{ours}attn_v_b.weight")
-        found[f"{theirs}self_attn.kv_b_proj.weight"] = Origin(halves, joined, expanded=True)
-        found[f"{theirs}mlp.gate.e_score_correction_bias"] = Origin((f"{ours}exp_probs_b.bias",))
-    return {name: origin for name, origin in found.items() if all(map(metadata.holds, origin.tensors))}
+    return (
+        ("self_attn.kv_b_proj.weight", Origin(("attn_k_b.weight", "attn_v_b.weight"), joined, expanded=True)),
+        ("mlp.gate.e_score_correction_bias", Origin(("exp_probs_b.bias",))),
+    )
 
 
 def _lfm2(metadata: Metadata) -> dict[str, Any]:
@@ -551,69 +547,65 @@ def _lfm2_moe(metadata: Metadata) -> dict[str, Any]:
     }
 
 
-def _lfm2_origins(metadata: Metadata) -> dict[str, Origin]:
-    found: dict[str, Origin] = {}
-    for layer in range(metadata.layers):
-        ours, theirs = f"blk.{layer}.", f"model.layers.{layer}."
-        found[f"{theirs}conv.conv.weight"] = Origin((f"{ours}shortconv.conv.weight",), _channels)
-        found[f"{theirs}feed_forward.expert_bias"] = Origin((f"{ours}exp_probs_b.bias",))
-    return {name: origin for name, origin in found.items() if metadata.holds(origin.tensors[0])}
+def _lfm2_origins(metadata: Metadata) -> Origins:
+    return (
+        ("conv.conv.weight", Origin(("shortconv.conv.weight",), _channels)),
+        ("feed_forward.expert_bias", Origin(("exp_probs_b.bias",))),
+    )
+
+
+def _mamba_origins(mixer: str) -> Origins:
+    """Return the tensors of Mamba mixers whose values or shapes the converter changed."""
+    return (
+        (f"{mixer}.A_log", Origin(("ssm_a",), _log_rate, expanded=True)),
+        (f"{mixer}.D", Origin(("ssm_d",), torch.flatten)),
+        (f"{mixer}.dt_bias", Origin(("ssm_dt.bias",))),
+        (f"{mixer}.conv1d.weight", Origin(("ssm_conv1d.weight",), _channels)),
+        (f"{mixer}.norm.weight", Origin(("ssm_norm.weight",), torch.flatten)),
+    )
+
+
+def _mixers(metadata: Metadata, *names: str) -> dict[str, Any]:
+    """Return the fields of Mamba-2 mixers under a family's ``names``: heads, size of a head,
+    groups, size of the state, taps, biases of the convolution and of the projections. llama.cpp
+    gates before it norms."""
+    heads = metadata.count("ssm.time_step_rank")
+    values = (
+        heads,
+        metadata.count("ssm.inner_size") // heads,
+        metadata.count("ssm.group_count"),
+        metadata.count("ssm.state_size"),
+        metadata.count("ssm.conv_kernel"),
+        metadata.any("ssm_conv1d.bias"),
+        metadata.any("ssm_in.bias"),
+    )
+    return dict(zip(names, values, strict=True))
+
+
+MIXER_FIELDS = (
+    *("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv"),
+    *("mamba_conv_bias", "mamba_proj_bias"),
+)
+"""Names for ``_mixers`` in Falcon-H1 and Granite 4."""
 
 
 def _mamba2(metadata: Metadata) -> dict[str, Any]:
-    inner, heads = metadata.count("ssm.inner_size"), metadata.count("ssm.time_step_rank")
+    biases = ("use_conv_bias", "use_bias")
     return {
-        "num_heads": heads,
-        "head_dim": inner // heads,
-        "n_groups": metadata.count("ssm.group_count"),
-        "state_size": metadata.count("ssm.state_size"),
-        "conv_kernel": metadata.count("ssm.conv_kernel"),
-        "expand": inner / metadata.count("embedding_length"),
+        **_mixers(metadata, "num_heads", "head_dim", "n_groups", "state_size", "conv_kernel", *biases),
+        "expand": metadata.count("ssm.inner_size") / metadata.count("embedding_length"),
         "layer_norm_epsilon": metadata.number("attention.layer_norm_rms_epsilon"),
-        "use_conv_bias": metadata.holds("blk.0.ssm_conv1d.bias"),
-        "use_bias": metadata.holds("blk.0.ssm_in.bias"),
-    }
-
-
-def _mamba_origins(prefix: str) -> Callable[[Metadata], dict[str, Origin]]:
-    """Return the tensors of Mamba mixers whose values or shapes the converter changed."""
-
-    def origins(metadata: Metadata) -> dict[str, Origin]:
-        found: dict[str, Origin] = {}
-        for layer in range(metadata.layers):
-            ours, theirs = f"blk.{layer}.ssm_", prefix.format(layer)
-            found[f"{theirs}.A_log"] = Origin((f"{ours}a",), _log_rate, expanded=True)
-            found[f"{theirs}.D"] = Origin((f"{ours}d",), torch.flatten)
-            found[f"{theirs}.dt_bias"] = Origin((f"{ours}dt.bias",))
-            found[f"{theirs}.conv1d.weight"] = Origin((f"{ours}conv1d.weight",), _channels)
-            found[f"{theirs}.norm.weight"] = Origin((f"{ours}norm.weight",), torch.flatten)
-        return {name: origin for name, origin in found.items() if metadata.holds(origin.tensors[0])}
-
-    return origins
-
-
-def _mixers(metadata: Metadata) -> dict[str, Any]:
-    """Return the fields of Mamba-2 mixers beside attention. llama.cpp gates before it norms."""
-    inner, heads = metadata.count("ssm.inner_size"), metadata.count("ssm.time_step_rank")
-    return {
-        "mamba_n_heads": heads,
-        "mamba_d_head": inner // heads,
-        "mamba_n_groups": metadata.count("ssm.group_count"),
-        "mamba_d_state": metadata.count("ssm.state_size"),
-        "mamba_d_conv": metadata.count("ssm.conv_kernel"),
-        "mamba_conv_bias": metadata.any("ssm_conv1d.bias"),
-        "mamba_proj_bias": metadata.any("ssm_in.bias"),
     }
 
 
 def _nemotron_h(metadata: Metadata) -> dict[str, Any]:
     """Return the fields of Nemotron-H, whose tensors say the kind of each block."""
-    inner, heads = metadata.count("ssm.inner_size"), metadata.count("ssm.time_step_rank")
     marks = {"ssm_in": "linear_attention", "attn_q": "full_attention", "ffn_gate_inp": "moe", "ffn_up": "mlp"}
     kinds = [
         next((kind for part, kind in marks.items() if metadata.holds(f"blk.{layer}.{part}.weight")), "unknown")
         for layer in range(metadata.layers)
     ]
+    biases = ("use_conv_bias", "use_bias")
     fields: dict[str, Any] = {
         "layers_block_type": kinds,
         "num_attention_heads": metadata.count("attention.head_count"),
@@ -622,13 +614,7 @@ def _nemotron_h(metadata: Metadata) -> dict[str, Any]:
         "intermediate_size": metadata.shape(f"blk.{kinds.index('mlp')}.ffn_up.weight")[0] if "mlp" in kinds else 1,
         "mlp_bias": metadata.any("ffn_up.bias"),
         "layer_norm_epsilon": metadata.number("attention.layer_norm_rms_epsilon"),
-        "mamba_num_heads": heads,
-        "mamba_head_dim": inner // heads,
-        "n_groups": metadata.count("ssm.group_count"),
-        "ssm_state_size": metadata.count("ssm.state_size"),
-        "conv_kernel": metadata.count("ssm.conv_kernel"),
-        "use_conv_bias": metadata.any("ssm_conv1d.bias"),
-        "use_bias": metadata.any("ssm_in.bias"),
+        **_mixers(metadata, "mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel", *biases),
     }
     if "moe" not in kinds:
         return fields
@@ -645,17 +631,9 @@ def _nemotron_h(metadata: Metadata) -> dict[str, Any]:
     }
 
 
-def _nemotron_h_origins(metadata: Metadata) -> dict[str, Origin]:
-    corrections = {
-        f"backbone.layers.{layer}.mixer.gate.e_score_correction_bias": Origin((f"blk.{layer}.exp_probs_b.bias",))
-        for layer in range(metadata.layers)
-    }
-    return _mamba_origins("backbone.layers.{}.mixer")(metadata) | corrections
-
-
 def _falcon_h1(metadata: Metadata) -> dict[str, Any]:
     """Return Falcon-H1's fields. The converter has multiplied the weights by the multipliers."""
-    return _mixers(metadata) | {
+    return _mixers(metadata, *MIXER_FIELDS) | {
         "mamba_d_ssm": metadata.count("ssm.inner_size"),
         "mamba_rms_norm": metadata.any("ssm_norm.weight"),
         "mamba_norm_before_gate": False,
@@ -663,20 +641,11 @@ def _falcon_h1(metadata: Metadata) -> dict[str, Any]:
     }
 
 
-def _falcon_h1_origins(metadata: Metadata) -> dict[str, Origin]:
-    """Return the mixers' tensors, and a norm that the converter names without ``.weight``."""
-    norms = {
-        f"model.layers.{layer}.pre_ff_layernorm.weight": f"blk.{layer}.ffn_norm" for layer in range(metadata.layers)
-    }
-    found = {name: Origin((tensor,)) for name, tensor in norms.items() if metadata.holds(tensor)}
-    return found | _mamba_origins("model.layers.{}.mamba")(metadata)
-
-
 def _granite_hybrid(metadata: Metadata) -> dict[str, Any]:
     experts = metadata.whole("expert_count", 0)
     fields: dict[str, Any] = {
         **_granite(metadata),
-        **_mixers(metadata),
+        **_mixers(metadata, *MIXER_FIELDS),
         "mamba_expand": metadata.count("ssm.inner_size") / metadata.count("embedding_length"),
         "layer_types": _kinds(metadata, "attention", "mamba"),
         "position_embedding_type": "rope" if metadata.flag("rope.scaling.finetuned", False) else "nope",
@@ -692,17 +661,17 @@ def _kinds(metadata: Metadata, attending: str, other: str) -> list[str]:
     return [attending if metadata.holds(f"blk.{layer}.attn_q.weight") else other for layer in range(metadata.layers)]
 
 
-def _granite_hybrid_origins(metadata: Metadata) -> dict[str, Origin]:
-    found = _mamba_origins("model.layers.{}.mamba")(metadata)
-    for layer in range(metadata.layers):
-        ours, theirs = f"blk.{layer}.ffn_", f"model.layers.{layer}."
-        experts = (f"{ours}gate_exps.weight", f"{ours}up_exps.weight")
-        found[f"{theirs}block_sparse_moe.input_linear.weight"] = Origin(experts, lambda *both: torch.cat(both, 1))
-        for kind in ("_shexp", ""):
-            halves = (f"{ours}gate{kind}.weight", f"{ours}up{kind}.weight")
-            if metadata.holds(halves[0]):
-                found[f"{theirs}shared_mlp.input_linear.weight"] = Origin(halves, lambda *both: torch.cat(both))
-    return found
+def _granite_hybrid_origins(metadata: Metadata) -> Origins:
+    def joined(*both: Tensor) -> Tensor:
+        return torch.cat(both, -2)
+
+    shared = "shared_mlp.input_linear.weight"
+    return (
+        *_mamba_origins("mamba"),
+        ("block_sparse_moe.input_linear.weight", Origin(("ffn_gate_exps.weight", "ffn_up_exps.weight"), joined)),
+        (shared, Origin(("ffn_gate_shexp.weight", "ffn_up_shexp.weight"), joined)),
+        (shared, Origin(("ffn_gate.weight", "ffn_up.weight"), joined)),
+    )
 
 
 def _delta(metadata: Metadata) -> dict[str, Any]:
@@ -722,7 +691,7 @@ def _delta_mixture(metadata: Metadata) -> dict[str, Any]:
     return _delta(metadata) | _mixture(metadata, renormalise=True)
 
 
-def _qwen3_next_origins(metadata: Metadata) -> dict[str, Origin]:
+def _qwen3_next_origins(metadata: Metadata) -> Origins:
     """Return the tensors of Qwen3-Next's delta nets: one projection, key head by key head."""
     fields = _delta(metadata)
     heads, keys = fields["linear_num_key_heads"], fields["linear_num_key_heads"] * fields["linear_key_head_dim"]
@@ -731,18 +700,15 @@ def _qwen3_next_origins(metadata: Metadata) -> dict[str, Origin]:
         parts = (*torch.split(qkv, [keys, keys, len(qkv) - 2 * keys]), gate)
         return torch.cat([part.reshape(heads, -1, *part.shape[1:]) for part in parts], 1).flatten(0, 1)
 
-    found: dict[str, Origin] = {}
-    for layer in range(metadata.layers):
-        ours, theirs = f"blk.{layer}.", f"model.layers.{layer}.linear_attn."
-        halves = (f"{ours}attn_qkv.weight", f"{ours}attn_gate.weight")
-        found[f"{theirs}in_proj_qkvz.weight"] = Origin(halves, by_head)
-        found[f"{theirs}A_log"] = Origin((f"{ours}ssm_a",), _log_rate, expanded=True)
-        found[f"{theirs}dt_bias"] = Origin((f"{ours}ssm_dt.bias",))
-        found[f"{theirs}conv1d.weight"] = Origin((f"{ours}ssm_conv1d.weight",), _channels)
-    return found
+    return (
+        ("linear_attn.in_proj_qkvz.weight", Origin(("attn_qkv.weight", "attn_gate.weight"), by_head)),
+        ("linear_attn.A_log", Origin(("ssm_a",), _log_rate, expanded=True)),
+        ("linear_attn.dt_bias", Origin(("ssm_dt.bias",))),
+        ("linear_attn.conv1d.weight", Origin(("ssm_conv1d.weight",), _channels)),
+    )
 
 
-def _qwen3_5_origins(metadata: Metadata) -> dict[str, Origin]:
+def _qwen3_5_origins(metadata: Metadata) -> Origins:
     """Return the tensors of Qwen3.5's delta nets, whose value heads the file has in turns: one of
     each key head, then the next of each."""
     fields = _delta(metadata)
@@ -758,21 +724,20 @@ def _qwen3_5_origins(metadata: Metadata) -> dict[str, Origin]:
     def after_keys(rows: Tensor) -> Tensor:
         return torch.cat((rows[: 2 * keys], values(rows[2 * keys :])))
 
-    found: dict[str, Origin] = {}
-    for layer in range(metadata.layers):
-        ours, theirs = f"blk.{layer}.", f"model.layers.{layer}.linear_attn."
-        found[f"{theirs}in_proj_qkv.weight"] = Origin((f"{ours}attn_qkv.weight",), after_keys)
-        found[f"{theirs}in_proj_z.weight"] = Origin((f"{ours}attn_gate.weight",), values)
-        found[f"{theirs}in_proj_b.weight"] = Origin((f"{ours}ssm_beta.weight",), grouped)
-        found[f"{theirs}in_proj_a.weight"] = Origin((f"{ours}ssm_alpha.weight",), grouped)
-        found[f"{theirs}A_log"] = Origin((f"{ours}ssm_a",), lambda one: grouped(_log_rate(one)), expanded=True)
-        found[f"{theirs}dt_bias"] = Origin((f"{ours}ssm_dt.bias",), grouped)
-        found[f"{theirs}conv1d.weight"] = Origin((f"{ours}ssm_conv1d.weight",), lambda one: _channels(after_keys(one)))
+    def columns(rows: Tensor) -> Tensor:
+        return values(rows.mT).mT
+
+    return (
+        ("linear_attn.in_proj_qkv.weight", Origin(("attn_qkv.weight",), after_keys)),
+        ("linear_attn.in_proj_z.weight", Origin(("attn_gate.weight",), values)),
+        ("linear_attn.in_proj_b.weight", Origin(("ssm_beta.weight",), grouped)),
+        ("linear_attn.in_proj_a.weight", Origin(("ssm_alpha.weight",), grouped)),
+        ("linear_attn.A_log", Origin(("ssm_a",), lambda one: grouped(_log_rate(one)), expanded=True)),
+        ("linear_attn.dt_bias", Origin(("ssm_dt.bias",), grouped)),
+        ("linear_attn.conv1d.weight", Origin(("ssm_conv1d.weight",), lambda one: _channels(after_keys(one)))),
         # Columns: no block of a row stays together.
-        found[f"{theirs}out_proj.weight"] = Origin(
-            (f"{ours}ssm_out.weight",), lambda one: values(one.mT).mT, expanded=True
-        )
-    return found
+        ("linear_attn.out_proj.weight", Origin(("ssm_out.weight",), columns, expanded=True)),
+    )
 
 
 def _log_rate(rates: Tensor) -> Tensor:
@@ -800,8 +765,12 @@ def open_gguf_weights(path: Path) -> GgufFiles:
 
 def _origins(parts: GgufParts, config: Mapping[str, Any], unused: Container[str]) -> dict[str, Origin]:
     row, metadata = _row_of(parts), Metadata(parts)
-    found = dict(row.origins(metadata))
-    found = {name: origin for name, origin in found.items() if all(map(metadata.holds, origin.tensors))}
+    found, further = dict[str, Origin](), row.origins(metadata)
+    for layer in range(metadata.layers):
+        for name, origin in further:
+            tensors = tuple(f"blk.{layer}.{one}" for one in origin.tensors)
+            if all(map(metadata.holds, tensors)):
+                found[f"{row.layers}.{layer}.{name}"] = replace(origin, tensors=tensors)
     used = {tensor for origin in found.values() for tensor in origin.tensors}
     for tensor in parts.places:
         if tensor not in used and tensor not in unused:
@@ -891,7 +860,6 @@ DELTA_NET: Mapping[str, str] = {
 }
 
 MIXTRAL = Architecture(
-    family="MixtralForCausalLM",
     model_type="mixtral",
     config=_mixtral,
     layer={**LAYER, "ffn_gate_inp": "block_sparse_moe.gate"},
@@ -905,7 +873,6 @@ MIXTRAL = Architecture(
 """Files that call themselves ``llama`` and have experts."""
 
 NEMOTRON_H = Architecture(
-    family="NemotronHForCausalLM",
     model_type="nemotron_h",
     attends="none",
     config=_nemotron_h,
@@ -929,11 +896,13 @@ NEMOTRON_H = Architecture(
     },
     layers="backbone.layers",
     experts={"ffn_up_exps": "mixer.experts.{}.up_proj", "ffn_down_exps": "mixer.experts.{}.down_proj"},
-    origins=_nemotron_h_origins,
+    origins=lambda metadata: (
+        *_mamba_origins("mixer"),
+        ("mixer.gate.e_score_correction_bias", Origin(("exp_probs_b.bias",))),
+    ),
 )
 
 LFM2 = Architecture(
-    family="Lfm2ForCausalLM",
     model_type="lfm2",
     attends="some",
     config=_lfm2,
@@ -962,49 +931,34 @@ LFM2 = Architecture(
 )
 
 ARCHITECTURES: Mapping[str, Architecture] = {
-    "llama": Architecture(family="LlamaForCausalLM", model_type="llama", permuted=True),
-    "mistral3": Architecture(
-        family="MistralForCausalLM",
-        model_type="mistral",
-        permuted=True,
-        config=_mistral3,
-    ),
-    "qwen2": Architecture(family="Qwen2ForCausalLM", model_type="qwen2"),
-    "qwen3": Architecture(family="Qwen3ForCausalLM", model_type="qwen3"),
+    "llama": Architecture(model_type="llama", permuted=True),
+    "mistral3": Architecture(model_type="mistral", permuted=True, config=_mistral3),
+    "qwen2": Architecture(model_type="qwen2"),
+    "qwen3": Architecture(model_type="qwen3"),
     "qwen2moe": Architecture(
-        family="Qwen2MoeForCausalLM",
         model_type="qwen2_moe",
         config=lambda metadata: _mixture(metadata, renormalise=False) | {"attention_bias": None},
         layer=QWEN_MIXTURE,
         experts=QWEN_EXPERTS,
     ),
     "qwen3moe": Architecture(
-        family="Qwen3MoeForCausalLM",
         model_type="qwen3_moe",
         config=lambda metadata: _mixture(metadata, renormalise=True),
         layer=QWEN_MIXTURE,
         experts=QWEN_EXPERTS,
     ),
-    "gemma2": Architecture(
-        family="Gemma2ForCausalLM", model_type="gemma2", config=_gemma2, layer={**LAYER, **SANDWICH}, offset_norms=True
-    ),
+    "gemma2": Architecture(model_type="gemma2", config=_gemma2, layer={**LAYER, **SANDWICH}, offset_norms=True),
     "gemma3": Architecture(
-        family="Gemma3ForCausalLM",
         model_type="gemma3_text",
         config=_gemma3,
         layer={**LAYER, **SANDWICH},
         offset_norms=True,
     ),
-    "phi3": Architecture(
-        family="Phi3ForCausalLM", model_type="phi3", config=_phi3, layer={**LAYER, "ffn_up": "mlp.gate_up_proj"}
-    ),
-    "granite": Architecture(family="GraniteForCausalLM", model_type="granite", config=_granite, permuted=True),
-    "olmo2": Architecture(
-        family="Olmo2ForCausalLM", model_type="olmo2", layer=_without({**LAYER, **SANDWICH}, "ffn_norm", "attn_norm")
-    ),
-    "cohere2": Architecture(family="Cohere2ForCausalLM", model_type="cohere2", config=_cohere2),
+    "phi3": Architecture(model_type="phi3", config=_phi3, layer={**LAYER, "ffn_up": "mlp.gate_up_proj"}),
+    "granite": Architecture(model_type="granite", config=_granite, permuted=True),
+    "olmo2": Architecture(model_type="olmo2", layer=_without({**LAYER, **SANDWICH}, "ffn_norm", "attn_norm")),
+    "cohere2": Architecture(model_type="cohere2", config=_cohere2),
     "stablelm": Architecture(
-        family="StableLmForCausalLM",
         model_type="stablelm",
         config=_stablelm,
         layer={
@@ -1013,9 +967,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "attn_k_norm": "self_attn.k_layernorm.norms.{}",
         },
     ),
-    "chatglm": Architecture(family="GlmForCausalLM", model_type="glm", layer={**LAYER, "ffn_up": "mlp.gate_up_proj"}),
+    "chatglm": Architecture(model_type="glm", layer={**LAYER, "ffn_up": "mlp.gate_up_proj"}),
     "glm4": Architecture(
-        family="Glm4ForCausalLM",
         model_type="glm4",
         layer={
             **LAYER,
@@ -1024,16 +977,14 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "ffn_up": "mlp.gate_up_proj",
         },
     ),
-    "smollm3": Architecture(family="SmolLM3ForCausalLM", model_type="smollm3", permuted=True),
+    "smollm3": Architecture(model_type="smollm3", permuted=True),
     "gpt-oss": Architecture(
-        family="GptOssForCausalLM",
         model_type="gpt_oss",
         config=_gpt_oss,
         layer={**LAYER, "post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"},
         origins=_gpt_oss_origins,
     ),
     "deepseek2": Architecture(
-        family="DeepseekV2ForCausalLM",
         model_type="deepseek_v2",
         config=_deepseek2,
         layer={
@@ -1053,9 +1004,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         origins=_deepseek2_origins,
     ),
     "lfm2": LFM2,
-    "lfm2moe": replace(LFM2, family="Lfm2MoeForCausalLM", model_type="lfm2_moe", config=_lfm2_moe),
+    "lfm2moe": replace(LFM2, model_type="lfm2_moe", config=_lfm2_moe),
     "mamba2": Architecture(
-        family="Mamba2ForCausalLM",
         model_type="mamba2",
         attends="none",
         config=_mamba2,
@@ -1067,12 +1017,11 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "ssm_out": "mixer.out_proj",
         },
         layers="backbone.layers",
-        origins=_mamba_origins("backbone.layers.{}.mixer"),
+        origins=lambda metadata: _mamba_origins("mixer"),
     ),
     "nemotron_h": NEMOTRON_H,
     "nemotron_h_moe": NEMOTRON_H,
     "falcon-h1": Architecture(
-        family="FalconH1ForCausalLM",
         model_type="falcon_h1",
         config=_falcon_h1,
         trunk={**TRUNK, "output_norm": "model.final_layernorm"},
@@ -1084,10 +1033,10 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "ffn_up": "feed_forward.up_proj",
             "ffn_down": "feed_forward.down_proj",
         },
-        origins=_falcon_h1_origins,
+        # The converter names one norm without a suffix.
+        origins=lambda metadata: (*_mamba_origins("mamba"), ("pre_ff_layernorm.weight", Origin(("ffn_norm",)))),
     ),
     "granitehybrid": Architecture(
-        family="GraniteMoeHybridForCausalLM",
         model_type="granitemoehybrid",
         config=_granite_hybrid,
         layer={
@@ -1103,7 +1052,6 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         origins=_granite_hybrid_origins,
     ),
     "qwen3next": Architecture(
-        family="Qwen3NextForCausalLM",
         model_type="qwen3_next",
         config=_delta_mixture,
         layer=DELTA_NET,
@@ -1112,7 +1060,6 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         origins=_qwen3_next_origins,
     ),
     "qwen35": Architecture(
-        family="Qwen3_5ForCausalLM",
         model_type="qwen3_5_text",
         config=_delta,
         layer=DELTA_NET,
@@ -1120,7 +1067,6 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         origins=_qwen3_5_origins,
     ),
     "qwen35moe": Architecture(
-        family="Qwen3_5MoeForCausalLM",
         model_type="qwen3_5_moe_text",
         config=_delta_mixture,
         layer=DELTA_NET,

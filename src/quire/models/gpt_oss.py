@@ -17,8 +17,9 @@ from quire.contracts.experts import Routing
 from quire.models.blocks import FeedForward
 from quire.models.config_fields import ConfigFields, config_reader
 from quire.models.decoder import Parameters
-from quire.models.geometry import read_geometry, read_layer_types, read_window, rope_of, windows_of
+from quire.models.geometry import read_geometry, read_layer_types, read_window, windows_of
 from quire.models.mixture import MixtureConfig, experts_of, pass_over_training, read_num_experts, router
+from quire.models.rope_config import read_rope
 from quire.models.tensor_names import trunk_names
 from quire.nn.experts import ClampedGate, MixtureOfExperts
 from quire.weights.floats import TRANSPOSED
@@ -59,7 +60,7 @@ def read_gpt_oss_config(fields: ConfigFields, max_model_len: int | None) -> GptO
     return GptOssConfig(
         **geometry.common(),
         layers=geometry.layers(
-            rope_of(fields, geometry, theta_default=150_000.0),
+            read_rope(fields, geometry, theta_default=150_000.0),
             windows_of(fields, windowed, read_window(fields, 128)),
         ),
         norm_eps=fields.number("rms_norm_eps", 1e-5),

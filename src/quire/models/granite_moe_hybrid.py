@@ -15,10 +15,11 @@ from quire.models.bamba import read_mamba_mixers
 from quire.models.config_fields import ConfigFields, refuse_unsupported
 from quire.models.decoder import AttentionSpec, DecoderConfig
 from quire.models.dense_families import granite_multipliers
-from quire.models.geometry import DecoderGeometry, read_geometry, read_layer_types, rope_of
+from quire.models.geometry import DecoderGeometry, read_geometry, read_layer_types
 from quire.models.hybrid_decoder import only_attending, respelled
 from quire.models.mamba2 import MambaConfig, mamba_names
 from quire.models.mixture import MixtureConfig, pass_over_training, read_num_experts
+from quire.models.rope_config import read_rope
 from quire.models.tensor_names import LLAMA_NAMES, name_table, trunk_names
 from quire.weights.places import NameTable, Place
 
@@ -74,7 +75,7 @@ def _layers(fields: ConfigFields, geometry: DecoderGeometry) -> tuple[AttentionS
     scale = fields.number("attention_multiplier", 1.0)
     fields.expect("position_embedding_type", "rope", "nope")
     if fields.get("position_embedding_type") == "rope":
-        return geometry.layers(rope_of(fields, geometry), sm_scale=scale)
+        return geometry.layers(read_rope(fields, geometry), sm_scale=scale)
     return geometry.layers((None,) * geometry.num_layers, sm_scale=scale)
 
 

@@ -38,6 +38,8 @@ class Head(ABC):
 
     stack = None
     wide = None
+    norm: Map
+    lm_head: Map
 
     def __init__(
         self,
@@ -84,9 +86,9 @@ class Head(ABC):
     def following(self, y_TE: Tensor) -> Tensor:
         """Map the block's output to the estimates of the next rows' hidden states."""
 
-    @abstractmethod
     def head(self, x_RE: Tensor) -> Tensor:
         """Return float32 logits ``[R, D]`` of the block's output."""
+        return self.lm_head(self.norm(x_RE)).float()
 
     def target_ids(self, tokens: Sequence[int]) -> list[int]:
         """Return the target's ids of the head's tokens."""

@@ -19,7 +19,7 @@ from quire.models.geometry import (
     read_geometry,
     read_layer_types,
     read_window,
-    rope_of,
+    ropes_of,
     windows_of,
 )
 from quire.models.hybrid_decoder import (
@@ -30,7 +30,8 @@ from quire.models.hybrid_decoder import (
     split_blocks,
 )
 from quire.models.mixture import MixtureConfig, mixture_names, pass_over_training, read_layer_numbers, read_num_experts
-from quire.models.tensor_names import Names, name_table
+from quire.models.rope_config import read_rope
+from quire.models.tensor_names import Names, map_names, name_table
 from quire.nn.short_conv import ShortConv, ShortConvShape
 from quire.weights.places import NameTable, Place
 
@@ -133,14 +134,11 @@ def read_lfm3_config(values: Mapping[str, Any], max_model_len: int | None = None
         values["layer_types"] = list(kinds)
     attends = read_layer_types(fields, geometry.num_layers, LFM3_KINDS) or ()
     windowed = tuple(kind == "sliding_attention" for kind in values["layer_types"])
-    full = rope_of(fields, geometry, layer_type="full_attention", theta_default=1_000_000.0)
-    sliding = rope_of(fields, geometry, layer_type="sliding_attention")
+    ropes = ropes_of(fields, geometry, windowed)
     bias, gated = fields.flag("attention_bias", False), fields.flag("use_attention_gate", True)
     trunk = DecoderConfig(
         **geometry.common(),
-        layers=geometry.layers(
-            [sliding if one else full for one in windowed], windows_of(fields, windowed, read_window(fields, 256))
-        ),
+        layers=geometry.layers(ropes, windows_of(fields, windowed, read_window(fields, 256))),
         norm_eps=fields.number("norm_eps", 1e-5),
         placement="sandwich" if fields.flag("use_sandwich_norm", True) else "pre",
         head_norms="shared",
@@ -155,7 +153,7 @@ def read_lfm3_config(values: Mapping[str, Any], max_model_len: int | None = None
 def _common(fields: ConfigFields, geometry: DecoderGeometry) -> dict[str, Any]:
     return {
         **geometry.common(),
-        "layers": geometry.layers(rope_of(fields, geometry, theta_default=1_000_000.0)),
+        "layers": geometry.layers(read_rope(fields, geometry, theta_default=1_000_000.0)),
         "norm_eps": fields.number("norm_eps", 1e-5),
         "head_norms": "shared",
         "tie_embeddings": fields.flag("tie_word_embeddings", True),
@@ -221,18 +219,13 @@ def lfm3_spellings(config: Lfm2Config) -> Sequence[NameTable]:
 def _with_mixer_names(config: Lfm2Config, decoder: Mapping[str, Place]) -> NameTable:
     table = only_attending(config, respelled(decoder, SPELLINGS))
     width, channels, taps = config.trunk.hidden_size, config.mixer.channels, config.mixer.taps
-    projected = (channels,) * 3
     for block in config.recurrent:
-        for theirs, ours, sizes, parts in (
-            ("in_proj", "project", (sum(projected), width), projected),
-            ("conv", "conv", (channels, 1, taps), ()),
-            ("out_proj", "out", (width, channels), ()),
-        ):
-            name, parameter = f"model.layers.{block}.conv.{theirs}", f"{block}.mixer.{ours}"
-            table[f"{name}.weight"] = Place(parameter=f"{parameter}.weight", shape=sizes, parts=parts)
-            if config.conv_bias:
-                bias = Place(parameter=f"{parameter}.bias", shape=sizes[:1], parts=parts, is_sum=ours == "out")
-                table[f"{name}.bias"] = bias
+        prefix, mixer, bias = f"model.layers.{block}.conv.", f"{block}.mixer", config.conv_bias
+        table |= map_names(prefix, ("in_proj",), f"{mixer}.project", (channels,) * 3, width, bias)
+        table |= map_names(prefix, ("out_proj",), f"{mixer}.out", (width,), channels, bias, is_sum=True)
+        table[f"{prefix}conv.weight"] = Place(parameter=f"{mixer}.conv.weight", shape=(channels, 1, taps))
+        if bias:
+            table[f"{prefix}conv.bias"] = Place(parameter=f"{mixer}.conv.bias", shape=(channels,))
     return table
 
 

@@ -20,9 +20,9 @@ from quire.models.geometry import (
     read_geometry,
     read_layer_types,
     read_window,
-    rope_of,
     windows_of,
 )
+from quire.models.rope_config import read_rope
 from quire.nn.attention import QueryGrowth
 
 MINISTRAL3_ROPE: Mapping[str, Any] = {
@@ -51,7 +51,7 @@ def read_llama_config(fields: ConfigFields, max_model_len: int | None) -> Decode
     expect_layer_types(fields, (False,) * geometry.num_layers)
     return DecoderConfig(
         **geometry.usual(fields),
-        layers=geometry.layers(rope_of(fields, geometry)),
+        layers=geometry.layers(read_rope(fields, geometry)),
         mlp_bias=fields.flag("mlp_bias", False),
     )
 
@@ -62,7 +62,7 @@ def read_mistral_config(fields: ConfigFields, max_model_len: int | None) -> Deco
     geometry = read_geometry(fields, "MistralForCausalLM", "mistral", max_model_len, kv_heads_required=True)
     window = read_window(fields, 4096)
     expect_layer_types(fields, (window is not None,) * geometry.num_layers)
-    layers = geometry.layers(rope_of(fields, geometry), window)
+    layers = geometry.layers(read_rope(fields, geometry), window)
     return DecoderConfig(**geometry.usual(fields, qkv_bias=False), layers=layers)
 
 
@@ -83,7 +83,7 @@ def read_ministral3_config(values: Mapping[str, Any], max_model_len: int | None 
     )
     window = read_window(fields, None)
     expect_layer_types(fields, (window is not None,) * geometry.num_layers)
-    layers = geometry.layers(rope_of(fields, geometry, theta_default=1_000_000.0), window)
+    layers = geometry.layers(read_rope(fields, geometry, theta_default=1_000_000.0), window)
     config = DecoderConfig(**geometry.usual(fields, 1e-5, qkv_bias=False), layers=layers, query_growth=growth)
     refuse_unsupported(fields)
     return config
@@ -94,7 +94,7 @@ def read_qwen2_config(fields: ConfigFields, max_model_len: int | None) -> Decode
     """Read ``Qwen2ForCausalLM``: q, k and v have biases, o none, for any ``attention_bias``."""
     fields.get("attention_bias")
     geometry = read_geometry(fields, "Qwen2ForCausalLM", "qwen2", max_model_len, kv_heads_required=True)
-    layers = geometry.layers(rope_of(fields, geometry), qwen_windows(fields, geometry))
+    layers = geometry.layers(read_rope(fields, geometry), qwen_windows(fields, geometry))
     return DecoderConfig(**geometry.usual(fields, qkv_bias=True), layers=layers)
 
 
@@ -102,7 +102,7 @@ def read_qwen2_config(fields: ConfigFields, max_model_len: int | None) -> Decode
 def read_qwen3_config(fields: ConfigFields, max_model_len: int | None) -> DecoderConfig:
     """Read ``Qwen3ForCausalLM``: head norms, ``attention_bias``, a default ``head_dim`` of 128."""
     geometry = read_geometry(fields, "Qwen3ForCausalLM", "qwen3", max_model_len, kv_heads_required=True, head_dim=128)
-    layers = geometry.layers(rope_of(fields, geometry), qwen_windows(fields, geometry))
+    layers = geometry.layers(read_rope(fields, geometry), qwen_windows(fields, geometry))
     return DecoderConfig(**geometry.usual(fields), layers=layers, head_norms="shared")
 
 

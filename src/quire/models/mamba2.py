@@ -23,7 +23,7 @@ from quire.models.config_fields import ConfigFields, config_reader
 from quire.models.decoder import DecoderConfig, Parameters, linear
 from quire.models.geometry import MAX_LAYERS, read_activation
 from quire.models.hybrid_decoder import HybridConfig, LayerIds, norm_of, read_taps
-from quire.models.tensor_names import IgnorableNames
+from quire.models.tensor_names import IgnorableNames, map_names, places_of
 from quire.nn.mamba import Mamba2Mixer, Mamba2Shape
 from quire.nn.norm import GatedRMSNorm
 from quire.ops.rows import ACTIVATIONS
@@ -69,21 +69,11 @@ class MambaConfig(HybridConfig):
 @config_reader
 def read_mamba2_config(fields: ConfigFields, max_model_len: int | None) -> MambaConfig:
     """Read ``Mamba2ForCausalLM`` with the defaults of transformers for missing sizes."""
-    if fields.get("model_type") not in (None, "mamba2"):
-        raise fields.error("model_type", "'mamba2', which goes with Mamba2ForCausalLM")
+    fields.expect_model_type("mamba2", "Mamba2ForCausalLM")
     hidden_size, num_blocks = fields.count("hidden_size"), fields.count("num_hidden_layers")
     if num_blocks > MAX_LAYERS:
         raise fields.error("num_hidden_layers", f"an integer from 1 to {MAX_LAYERS}")
-    least, greatest = read_step_limit(fields)
-    shape = Mamba2Shape(
-        num_heads=fields.count("num_heads", 128),
-        head_dim=fields.count("head_dim", 64),
-        num_groups=fields.count("n_groups", 8),
-        state_size=fields.count("state_size", 128),
-        taps=read_taps(fields, "conv_kernel", 4),
-        least_step=least,
-        greatest_step=greatest,
-    )
+    shape = read_shape(fields, ("num_heads", "head_dim", "state_size"), read_step_limit(fields))
     check_heads(fields, shape, int(fields.number("expand", 2) * hidden_size), "num_heads", "n_groups")
     # These decide how weights are drawn before training, and how a long prompt is cut.
     for name in ("time_step_rank", "time_step_min", "time_step_max", "time_step_floor", "rescale_prenorm_residual"):
@@ -142,6 +132,21 @@ def bare_block(config: MambaConfig, block: int, ids: LayerIds, parameters: Param
     return BareBlock(norm_of(config, parameters, f"{block}.mixer_norm"), mixer)
 
 
+def read_shape(fields: ConfigFields, names: tuple[str, str, str], steps: tuple[float, float | None]) -> Mamba2Shape:
+    """Read a mixer of Mamba-2 or Nemotron-H, which have their own ``names`` of the heads, their
+    size and that of the state. ``steps``: the bounds of time steps."""
+    heads, head_dim, state_size = names
+    return Mamba2Shape(
+        num_heads=fields.count(heads, 128),
+        head_dim=fields.count(head_dim, 64),
+        num_groups=fields.count("n_groups", 8),
+        state_size=fields.count(state_size, 128),
+        taps=read_taps(fields, "conv_kernel", 4),
+        least_step=steps[0],
+        greatest_step=steps[1],
+    )
+
+
 def read_step_limit(fields: ConfigFields) -> tuple[float, float | None]:
     """Read the bounds of ``time_step_limit``; missing or null: none. transformers 5 writes infinity
     as an object, ``{"__float__": "Infinity"}``."""
@@ -173,28 +178,21 @@ def check_heads(fields: ConfigFields, shape: Mamba2Shape, width: int, heads: str
 
 def mamba_names(config: MambaConfig, prefix: str, block: str) -> dict[str, Place]:
     """Return the names of a mixer below ``prefix``; ``block`` is its number, or ``{}`` for all."""
-    shape, width = config.mixer, config.trunk.hidden_size
-    table: dict[str, Place] = {}
-
-    def add(theirs: str, ours: str, *sizes: int, parts: tuple[int, ...] = (), is_sum: bool = False) -> None:
-        place = Place(parameter=f"{block}.mixer.{ours}", shape=sizes, parts=parts, is_sum=is_sum)
-        table[f"{prefix}.{theirs}"] = place
-
+    shape, width, mixer = config.mixer, config.trunk.hidden_size, f"{block}.mixer"
     projected = (shape.width, *shape.convolved, shape.num_heads)
-    add("in_proj.weight", "project.weight", shape.projected, width, parts=projected)
-    add("conv1d.weight", "conv.weight", shape.channels, 1, shape.taps, parts=shape.convolved)
-    add("out_proj.weight", "out.weight", width, shape.width)
-    for theirs, ours in (("dt_bias", "step_bias"), ("A_log", "log_a"), ("D", "skip")):
-        add(theirs, ours, shape.num_heads)
-    if config.project_bias:
-        add("in_proj.bias", "project.bias", shape.projected, parts=projected)
+    table = map_names(f"{prefix}.", ("in_proj",), f"{mixer}.project", projected, width, config.project_bias)
+    table |= map_names(f"{prefix}.", ("out_proj",), f"{mixer}.out", (width,), shape.width, config.out_bias, is_sum=True)
+    convs: dict[str, tuple[int, ...]] = {"weight": (shape.channels, 1, shape.taps)}
     if config.conv_bias:
-        add("conv1d.bias", "conv.bias", shape.channels, parts=shape.convolved)
-    if config.out_bias:
-        add("out_proj.bias", "out.bias", width, is_sum=True)
+        convs["bias"] = (shape.channels,)
+    for part, sizes in convs.items():
+        place = Place(parameter=f"{mixer}.conv.{part}", shape=sizes, parts=shape.convolved)
+        table[f"{prefix}.conv1d.{part}"] = place
+    others = {"dt_bias": ("step_bias", (shape.num_heads,)), "A_log": ("log_a", (shape.num_heads,))}
+    others["D"] = "skip", (shape.num_heads,)
     if config.gated_norm:
-        add("norm.weight", "norm.weight", shape.width)
-    return table
+        others["norm.weight"] = "norm.weight", (shape.width,)
+    return table | places_of(others, f"{prefix}.", f"{mixer}.")
 
 
 def mamba_of(

@@ -21,11 +21,13 @@ from quire.contracts.ranks import Share
 from quire.models.blocks import FeedForward
 from quire.models.config_fields import ConfigFields
 from quire.models.decoder import DecoderConfig, Parameters, gated_mlp, linear
-from quire.models.tensor_names import LLAMA_NAMES, Names, mlp_names, trunk_names
+from quire.models.tensor_names import LLAMA_NAMES, Names, gated_names, mlp_names, trunk_names
 from quire.nn.experts import ActivatedGate, ExpertLinear, Experts, Gate, MixtureOfExperts, Router, SharedExpert
 from quire.weights.lazy_parameters import late
 from quire.weights.places import Place
 
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+"""Usual names of an expert's gate, up and down projections."""
 MAX_EXPERTS = 4096
 """A bound above any layer's, so that a damaged config.json does not cost memory."""
 
@@ -201,16 +203,19 @@ def _stacked_experts(config: MixtureConfig, layer: str, prefix: str) -> dict[str
 
 
 def _shared_expert(config: MixtureConfig, layer: str, prefix: str) -> dict[str, Place]:
-    width, inner = config.hidden_size, config.shared_size
-    gate_up = f"{layer}.shared.gate_up.weight"
-    table = {
-        f"{prefix}.gate_proj.weight": Place(parameter=gate_up, shape=(inner, width)),
-        f"{prefix}.up_proj.weight": Place(parameter=gate_up, shape=(inner, width), row=inner),
-        f"{prefix}.down_proj.weight": Place(parameter=f"{layer}.shared.down.weight", shape=(width, inner)),
-    }
+    width = config.hidden_size
+    table = gated_names(f"{prefix}.", f"{layer}.shared.", width, config.shared_size)
     if config.shared_gate:
         table[f"{prefix}_gate.weight"] = Place(parameter=f"{layer}.shared_gate.weight", shape=(1, width))
     return table
+
+
+def read_dense_layers(fields: ConfigFields, num_layers: int) -> tuple[int, ...]:
+    """Return the layers without experts: those of ``mlp_only_layers``, and all but the last of each
+    ``decoder_sparse_step`` layers."""
+    step = fields.count("decoder_sparse_step", 1)
+    listed = read_layer_numbers(fields, "mlp_only_layers", num_layers)
+    return tuple(layer for layer in range(num_layers) if layer in listed or (layer + 1) % step)
 
 
 def read_layer_numbers(fields: ConfigFields, name: str, num_layers: int) -> Collection[int]:

@@ -46,8 +46,6 @@ class MtpHead(Head):
     """A head of a model's own checkpoint."""
 
     target_norm: Map
-    norm: Map
-    lm_head: Map
 
     def states(self, features: Sequence[Tensor]) -> Tensor:
         """See ``Head``."""
@@ -56,10 +54,6 @@ class MtpHead(Head):
     def following(self, y_TE: Tensor) -> Tensor:
         """See ``Head``: normed, as the target's are."""
         return self.norm(y_TE)
-
-    def head(self, x_RE: Tensor) -> Tensor:
-        """See ``Head``."""
-        return self.lm_head(self.norm(x_RE)).float()
 
 
 class _OtherTensors:

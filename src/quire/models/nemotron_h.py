@@ -23,8 +23,8 @@ from quire.models.blocks import BareBlock, FeedForward, FeedForwardBlock
 from quire.models.config_fields import ConfigFields, refuse_unsupported
 from quire.models.decoder import DecoderConfig, Parameters, linear
 from quire.models.geometry import MAX_LAYERS, DecoderGeometry, read_activation, read_geometry
-from quire.models.hybrid_decoder import LayerIds, attention_of, norm_of, read_taps
-from quire.models.mamba2 import MambaConfig, check_heads, mamba_names, mamba_of
+from quire.models.hybrid_decoder import LayerIds, attention_of, norm_of
+from quire.models.mamba2 import MambaConfig, check_heads, mamba_names, mamba_of, read_shape
 from quire.models.mixture import (
     MixtureConfig,
     correction_place,
@@ -33,9 +33,8 @@ from quire.models.mixture import (
     read_num_experts,
     router,
 )
-from quire.models.tensor_names import IgnorableNames
+from quire.models.tensor_names import IgnorableNames, map_names
 from quire.nn.experts import LatentMixture, MixtureOfExperts, SharedExpert, SquaredGate
-from quire.nn.mamba import Mamba2Shape
 from quire.nn.mlp import SquaredMLP
 from quire.weights.places import NameTable, Place
 
@@ -98,14 +97,8 @@ def read_nemotron_h_config(values: Mapping[str, Any], max_model_len: int | None 
     fields.expect("sliding_window")
     fields.expect("mlp_hidden_act", "relu2")
     fields.expect("tie_word_embeddings", False)
-    shape = Mamba2Shape(
-        num_heads=fields.count("mamba_num_heads", 128),
-        head_dim=fields.count("mamba_head_dim", 64),
-        num_groups=fields.count("n_groups", 8),
-        state_size=fields.count("ssm_state_size", 128),
-        taps=read_taps(fields, "conv_kernel", 4),
-        least_step=fields.number("time_step_min", 1e-3),
-    )
+    least = fields.number("time_step_min", 1e-3)
+    shape = read_shape(fields, ("mamba_num_heads", "mamba_head_dim", "ssm_state_size"), (least, None))
     check_heads(fields, shape, shape.width, "mamba_num_heads", "n_groups")
     bias = fields.flag("use_bias", False)
     _pass_over(fields)
@@ -228,24 +221,15 @@ def _table(config: NemotronConfig, trunk: str, stacked: bool) -> dict[str, Place
 
 
 def _attention_names(config: NemotronConfig, prefix: str, block: int) -> dict[str, Place]:
-    spec, width, table, row = config.trunk.layers[block], config.trunk.hidden_size, {}, 0
-    for name, heads in (("q_proj", spec.num_heads), ("k_proj", spec.num_kv_heads), ("v_proj", spec.num_kv_heads)):
-        rows = heads * spec.head_dim
-        table[f"{prefix}.{name}.weight"] = Place(parameter=f"{block}.qkv.weight", shape=(rows, width), row=row)
-        row += rows
-    columns = spec.num_heads * spec.value_dim
-    table[f"{prefix}.o_proj.weight"] = Place(parameter=f"{block}.out.weight", shape=(width, columns))
-    return table
+    spec, width = config.trunk.layers[block], config.trunk.hidden_size
+    rows = tuple(heads * spec.head_dim for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads))
+    table = map_names(f"{prefix}.", ("q_proj", "k_proj", "v_proj"), f"{block}.qkv", rows, width)
+    return table | map_names(f"{prefix}.", ("o_proj",), f"{block}.out", (width,), spec.num_heads * spec.value_dim)
 
 
 def _mlp_names(prefix: str, ours: str, width: int, inner: int, bias: bool) -> dict[str, Place]:
-    table = {}
-    for name, shape in (("up", (inner, width)), ("down", (width, inner))):
-        table[f"{prefix}.{name}_proj.weight"] = Place(parameter=f"{ours}.{name}.weight", shape=shape)
-        if bias:
-            place = Place(parameter=f"{ours}.{name}.bias", shape=shape[:1], is_sum=name == "down")
-            table[f"{prefix}.{name}_proj.bias"] = place
-    return table
+    table = map_names(f"{prefix}.", ("up_proj",), f"{ours}.up", (inner,), width, bias)
+    return table | map_names(f"{prefix}.", ("down_proj",), f"{ours}.down", (width,), inner, bias, is_sum=True)
 
 
 def _mixture_names(config: NemotronConfig, prefix: str, block: int, stacked: bool) -> dict[str, Place]:
@@ -268,12 +252,9 @@ def _mixture_names(config: NemotronConfig, prefix: str, block: int, stacked: boo
             place = Place(parameter=parameter, shape=(rows, columns), row=rows * expert)
             table[f"{prefix}.experts.{expert}.{name}_proj.weight"] = place
     if config.latent_size is not None:
-        for name, ours, rows, columns in (("fc1", "into", latent, width), ("fc2", "out_of", width, latent)):
-            theirs = f"{prefix}.{name}_latent_proj"
-            table[f"{theirs}.weight"] = Place(parameter=f"{block}.{ours}.weight", shape=(rows, columns))
-            if trunk.mlp_bias:
-                bias = Place(parameter=f"{block}.{ours}.bias", shape=(rows,), is_sum=ours == "out_of")
-                table[f"{theirs}.bias"] = bias
+        into, out_of, bias = f"{block}.into", f"{block}.out_of", trunk.mlp_bias
+        table |= map_names(f"{prefix}.", ("fc1_latent_proj",), into, (latent,), width, bias)
+        table |= map_names(f"{prefix}.", ("fc2_latent_proj",), out_of, (width,), latent, bias, is_sum=True)
     return table
 
 

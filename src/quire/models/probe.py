@@ -78,14 +78,14 @@ class Probe:
     def compare(self, model: Model) -> None:
         """Raise ``Unsupported`` unless ``model`` gives these logits piece by piece in a batch."""
         device = self.logits_TV.device
-        stored = ProbeCache(self.specs, device)
+        pass_: Any = ProbePass(self.specs, device)
         ids = torch.tensor(self.tokens, device=device)
         cut = TOKENS // 3
         found = []
         with torch.no_grad():
             for start, stop in ((0, cut), (cut, cut + 1), (cut + 1, TOKENS)):
                 # The other sequence is the same one, begun again at each piece.
-                pass_ = stored.open(start, stop, stop - start)
+                pass_.open(start, stop, stop - start)
                 x = model.embed(torch.cat((ids[start:stop], ids[: stop - start])))
                 try:
                     for block in model.blocks:
@@ -256,30 +256,23 @@ class Notes:
         return len(found)
 
 
-class ProbeCache:
-    """K and V of two sequences for ``Probe.compare``: one continues, one restarts each pass."""
+class ProbePass:
+    """Passes over K and V of two sequences for ``Probe.compare``: one continues, one begins again
+    in each. It has the methods of a ``contracts.model.Pass`` that ``attend_in_pass`` and
+    ``FallbackModel`` call."""
 
     def __init__(self, specs: Sequence[Spec], device: torch.device) -> None:
-        self.specs = list(specs)
-        self.device = device
+        self.specs, self.device = list(specs), device
         self.k = [torch.empty(0, device=device)] * len(specs)
         self.v = [torch.empty(0, device=device)] * len(specs)
+        self.open(0, 0, 0)
 
-    def open(self, start: int, stop: int, other: int) -> Any:
+    def open(self, start: int, stop: int, other: int) -> None:
         """Open a pass: positions ``start..stop - 1`` of one sequence, ``other`` tokens of a new
-        one. It has the methods of a ``contracts.model.Pass`` that ``attend_in_pass`` and
-        ``FallbackModel`` call."""
-        return NaivePass(self, start, stop, other)
-
-
-class NaivePass:
-    """The pass of ``ProbeCache.open``."""
-
-    def __init__(self, rows: ProbeCache, start: int, stop: int, other: int) -> None:
-        self.rows = rows
+        one."""
         self.start = start
-        self.first_T = torch.arange(start, stop, device=rows.device)
-        self.other_T = torch.arange(other, device=rows.device)
+        self.first_T = torch.arange(start, stop, device=self.device)
+        self.other_T = torch.arange(other, device=self.device)
 
     @property
     def positions_T(self) -> Tensor:
@@ -287,14 +280,12 @@ class NaivePass:
 
     def attend(self, layer_id: int, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> Tensor:
         """See ``contracts.model.Pass``."""
-        rows, spec = self.rows, self.rows.specs[layer_id]
-        count, start = len(self.first_T), self.start
+        spec, count, start = self.specs[layer_id], len(self.first_T), self.start
+        k, v = k_THD[:count], v_THD[:count]
         if start:
-            k, v = torch.cat((rows.k[layer_id], k_THD[:count])), torch.cat((rows.v[layer_id], v_THD[:count]))
-        else:
-            k, v = k_THD[:count], v_THD[:count]
-        rows.k[layer_id], rows.v[layer_id] = k, v
-        keys = torch.arange(start + count, device=rows.device)
+            k, v = torch.cat((self.k[layer_id], k)), torch.cat((self.v[layer_id], v))
+        self.k[layer_id], self.v[layer_id] = k, v
+        keys = torch.arange(start + count, device=self.device)
         a = naive(spec, q_THD[:count], k, v, self.first_T, keys)
         b = naive(spec, q_THD[count:], k_THD[count:], v_THD[count:], self.other_T, self.other_T)
         return torch.cat((a, b))

@@ -121,6 +121,14 @@ def _matches(module: str, pattern: str) -> bool:
         raise CheckpointError(f"config.json, {SECTION}: {pattern!r} is no regular expression: {error}") from error
 
 
+def _pair(value: object) -> tuple[int, int] | None:
+    """Return two numbers of 1 or more; None for another value."""
+    match value:
+        case [int(rows), int(columns)] if rows > 0 and columns > 0:
+            return rows, columns
+    return None
+
+
 # Methods.
 
 
@@ -130,11 +138,9 @@ def _fp8(section: ConfigFields) -> Rule:
     section.expect("activation_scheme", "dynamic", "static")
     section.expect("expert_dtype", "fp8")
     block = section.get("weight_block_size")
-    if block is not None and not (
-        isinstance(block, list) and len(block) == 2 and all(isinstance(one, int) and one > 0 for one in block)
-    ):
+    sizes = _pair(block)
+    if block is not None and sizes is None:
         raise section.error("weight_block_size", "two numbers of 1 or more, or null")
-    sizes = None if block is None else (block[0], block[1])
 
     def rule(name: str, headers: Headers) -> WeightFormat | None:
         if name not in headers or headers[name].dtype not in FLOAT8:
@@ -230,13 +236,9 @@ def _compressed_group(fields: ConfigFields, format: object) -> Callable[[str, He
             raise Unsupported(
                 f"{weights.source}: floats of {bits} bits as {format!r} are not supported; expected 8 bits"
             )
-        if strategy == "block" and not (
-            isinstance(block, list) and len(block) == 2 and all(isinstance(one, int) and one > 0 for one in block)
-        ):
+        sizes = {"block": _pair(block), "group": (1, size)}.get(strategy)
+        if strategy == "block" and sizes is None:
             raise weights.error("block_structure", "two numbers of 1 or more")
-        if strategy == "group":
-            block = [1, size]
-        sizes = (block[0], block[1]) if isinstance(block, list) and strategy in ("block", "group") else None
         return lambda name, headers: ScaledFloat8("_scale", sizes, rounds=True)
     if strategy == "block" or bits > 8 or (format != PACKED and bits != 8):
         raise Unsupported(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -21,18 +21,26 @@ from quire.contracts.experts import Routing
 from quire.contracts.ranks import Share
 from quire.models.config_fields import ConfigFields, refuse_unsupported
 from quire.models.decoder import DecoderConfig, Parameters, linear
-from quire.models.geometry import DecoderGeometry, read_geometry, read_layer_types, rope_of
+from quire.models.geometry import DecoderGeometry, read_geometry, read_layer_types
 from quire.models.heads import DraftLayer
 from quire.models.hybrid_decoder import HybridConfig, read_taps, split_blocks
 from quire.models.mixture import (
+    PROJECTIONS,
     MixtureConfig,
     mixture_names,
     pass_over_training,
-    read_layer_numbers,
+    read_dense_layers,
     read_num_experts,
 )
-from quire.models.rope_config import without_sections
-from quire.models.tensor_names import LLAMA_NAMES, IgnorableNames, ignorable_names, name_table
+from quire.models.rope_config import read_rope, without_sections
+from quire.models.tensor_names import (
+    LLAMA_NAMES,
+    IgnorableNames,
+    ignorable_names,
+    map_names,
+    name_table,
+    places_of,
+)
 from quire.nn.delta import DeltaShape, GatedDeltaNet
 from quire.nn.norm import GatedRMSNorm
 from quire.ops.rows import ACTIVATIONS
@@ -67,13 +75,10 @@ def read_qwen3_next_config(values: Mapping[str, Any], max_model_len: int | None 
     """Read ``Qwen3NextForCausalLM``: experts by ``decoder_sparse_step`` and ``mlp_only_layers``."""
     fields = ConfigFields(values)
     geometry = _geometry(fields, "Qwen3NextForCausalLM", "qwen3_next", max_model_len)
-    step = fields.count("decoder_sparse_step", 1)
-    plain = read_layer_numbers(fields, "mlp_only_layers", geometry.num_layers)
-    dense = tuple(block for block in range(geometry.num_layers) if block in plain or (block + 1) % step)
     trunk = MixtureConfig(
         **_trunk(fields, geometry),
         **_experts(fields, renormalise=fields.flag("norm_topk_prob", True)),
-        dense_layers=dense,
+        dense_layers=read_dense_layers(fields, geometry.num_layers),
     )
     return _config(fields, trunk, interleaved=True)
 
@@ -104,8 +109,7 @@ def read_qwen3_5_moe_with_vision_config(values: Mapping[str, Any], max_model_len
 def _text_of(values: Mapping[str, Any], model_type: str, architecture: str) -> ConfigFields:
     """Return the fields of ``text_config``; read or refuse the fields outside of it."""
     fields = ConfigFields(values)
-    if fields.get("model_type") not in (None, model_type):
-        raise fields.error("model_type", f"{model_type!r}, which goes with {architecture}")
+    fields.expect_model_type(model_type, architecture)
     fields.get("vision_config")
     text = without_sections(fields.mapping("text_config"))
     tied = fields.flag("tie_word_embeddings", bool(text.get("tie_word_embeddings", False)))
@@ -136,7 +140,7 @@ def _geometry(fields: ConfigFields, architecture: str, model_type: str, max_mode
 
 
 def _trunk(fields: ConfigFields, geometry: DecoderGeometry) -> dict[str, Any]:
-    layers = geometry.layers(rope_of(fields, geometry, partial_default=0.25))
+    layers = geometry.layers(read_rope(fields, geometry, partial_default=0.25))
     return {**geometry.usual(fields), "layers": layers, "norm": "offset_rms", "head_norms": "shared"}
 
 
@@ -183,7 +187,7 @@ def delta_spellings(config: DeltaConfig) -> Sequence[NameTable]:
     """Return tables for single and for stacked experts; one table if there are no experts."""
     trunk = config.trunk
     if isinstance(trunk, MixtureConfig):
-        single = mixture_names(trunk, projections=("gate_proj", "up_proj", "down_proj"))
+        single = mixture_names(trunk, projections=PROJECTIONS)
         tables = [single, mixture_names(trunk)]
     else:
         tables = [name_table(trunk)]
@@ -237,61 +241,36 @@ def _mixers(config: DeltaConfig) -> dict[str, Place]:
 
 def _attention_names(config: DeltaConfig, block: int) -> dict[str, Place]:
     """Return an attention's names; half of the rows of ``q_proj`` are gates."""
-    trunk, spec = config.trunk, config.trunk.layers[block]
-    table: dict[str, Place] = {}
-    prefix = f"model.layers.{block}.self_attn"
+    trunk, spec, prefix = config.trunk, config.trunk.layers[block], f"model.layers.{block}.self_attn."
     queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    for name, parameter, rows, columns, row, bias in (
-        ("q_proj", "qkv", 2 * queries, trunk.hidden_size, 0, trunk.qkv_bias),
-        ("k_proj", "qkv", keys, trunk.hidden_size, 2 * queries, trunk.qkv_bias),
-        ("v_proj", "qkv", keys, trunk.hidden_size, 2 * queries + keys, trunk.qkv_bias),
-        ("o_proj", "out", trunk.hidden_size, queries, 0, trunk.out_bias),
-    ):
-        ours = f"{block}.{parameter}"
-        table[f"{prefix}.{name}.weight"] = Place(parameter=f"{ours}.weight", shape=(rows, columns), row=row)
-        if bias:
-            place = Place(parameter=f"{ours}.bias", shape=(rows,), row=row, is_sum=name == "o_proj")
-            table[f"{prefix}.{name}.bias"] = place
-    for name in ("q_norm", "k_norm"):
-        table[f"{prefix}.{name}.weight"] = Place(parameter=f"{block}.{name}.weight", shape=(spec.head_dim,))
-    return table
-
-
-class _Rows(NamedTuple):
-    """A tensor that fills some rows of a parameter."""
-
-    theirs: str
-    ours: str
-    size: int
-    first: int = 0
-    parts: tuple[int, ...] = ()
+    rows, width = (2 * queries, keys, keys), trunk.hidden_size
+    table = map_names(prefix, LLAMA_NAMES.qkv, f"{block}.qkv", rows, width, trunk.qkv_bias)
+    table |= map_names(prefix, ("o_proj",), f"{block}.out", (width,), queries, trunk.out_bias, is_sum=True)
+    norms = {f"{name}.weight": (f"{name}.weight", (spec.head_dim,)) for name in ("q_norm", "k_norm")}
+    return table | places_of(norms, prefix, f"{block}.")
 
 
 def _delta_names(config: DeltaConfig, block: int) -> dict[str, Place]:
     shape, width = config.mixer, config.trunk.hidden_size
     heads, channels, values = shape.num_value_heads, shape.channels, shape.values
-    prefix, mixer = f"model.layers.{block}.linear_attn", f"{block}.mixer"
+    prefix, project, rates = f"model.layers.{block}.linear_attn.", f"{block}.mixer.project", f"{block}.mixer.rates"
     if config.interleaved:
-        rows = [_Rows("in_proj_qkvz", "project", channels + values), _Rows("in_proj_ba", "rates", 2 * heads)]
+        table = map_names(prefix, ("in_proj_qkvz",), project, (channels + values,), width)
+        table |= map_names(prefix, ("in_proj_ba",), rates, (2 * heads,), width)
     else:
-        rows = [_Rows("in_proj_qkv", "project", channels, parts=shape.convolved)]
-        rows.append(_Rows("in_proj_z", "project", values, channels))
-        rows += [_Rows("in_proj_b", "rates", heads), _Rows("in_proj_a", "rates", heads, heads)]
-    table = {
-        f"{prefix}.{one.theirs}.weight": Place(
-            parameter=f"{mixer}.{one.ours}.weight", shape=(one.size, width), row=one.first, parts=one.parts
-        )
-        for one in rows
+        table = map_names(prefix, ("in_proj_qkv", "in_proj_z"), project, (channels, values), width)
+        name = f"{prefix}in_proj_qkv.weight"
+        table[name] = replace(table[name], parts=shape.convolved)
+        table |= map_names(prefix, ("in_proj_b", "in_proj_a"), rates, (heads, heads), width)
+    sizes: dict[str, tuple[str, tuple[int, ...]]] = {
+        "out_proj.weight": ("out.weight", (width, values)),
+        "norm.weight": ("norm.weight", (shape.value_dim,)),
+        "dt_bias": ("step_bias", (heads,)),
+        "A_log": ("log_a", (heads,)),
     }
-    for theirs, ours, sizes in (
-        ("out_proj.weight", "out.weight", (width, values)),
-        ("norm.weight", "norm.weight", (shape.value_dim,)),
-        ("dt_bias", "step_bias", (heads,)),
-        ("A_log", "log_a", (heads,)),
-    ):
-        table[f"{prefix}.{theirs}"] = Place(parameter=f"{mixer}.{ours}", shape=sizes)
-    conv = Place(parameter=f"{mixer}.conv.weight", shape=(channels, 1, shape.taps), parts=shape.convolved)
-    return {**table, f"{prefix}.conv1d.weight": conv}
+    table |= places_of(sizes, prefix, f"{block}.mixer.")
+    conv = Place(parameter=f"{block}.mixer.conv.weight", shape=(channels, 1, shape.taps), parts=shape.convolved)
+    return {**table, f"{prefix}conv1d.weight": conv}
 
 
 def delta_net(config: DeltaConfig, block: int, layer_id: int, parameters: Parameters) -> GatedDeltaNet:

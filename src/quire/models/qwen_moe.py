@@ -18,16 +18,17 @@ from quire.models.geometry import (
     read_geometry,
     read_layer_types,
     read_window,
-    rope_of,
     windows_of,
 )
 from quire.models.mixture import (
+    PROJECTIONS,
     MixtureConfig,
     mixture_names,
     pass_over_training,
-    read_layer_numbers,
+    read_dense_layers,
     read_num_experts,
 )
+from quire.models.rope_config import read_rope
 from quire.weights.floats import TRANSPOSED
 from quire.weights.places import NameTable
 
@@ -39,7 +40,7 @@ def read_qwen2_moe_config(fields: ConfigFields, max_model_len: int | None) -> Mi
     return MixtureConfig(
         **geometry.usual(fields, qkv_bias=fields.flag("qkv_bias", True)),
         **_experts(fields, geometry),
-        layers=geometry.layers(rope_of(fields, geometry), _qwen2_windows(fields, geometry)),
+        layers=geometry.layers(read_rope(fields, geometry), _qwen2_windows(fields, geometry)),
         shared_size=fields.count("shared_expert_intermediate_size"),
     )
 
@@ -55,7 +56,7 @@ def read_qwen3_moe_config(fields: ConfigFields, max_model_len: int | None) -> Mi
     return MixtureConfig(
         **geometry.usual(fields),
         **_experts(fields, geometry),
-        layers=geometry.layers(rope_of(fields, geometry), window),
+        layers=geometry.layers(read_rope(fields, geometry), window),
         head_norms="shared",
     )
 
@@ -67,7 +68,7 @@ def qwen_moe_spellings(config: MixtureConfig) -> tuple[NameTable, ...]:
     swapped = {
         name: replace(place, format=TRANSPOSED) if len(place.shape) == 3 else place for name, place in stacked.items()
     }
-    return mixture_names(config, projections=("gate_proj", "up_proj", "down_proj")), stacked, swapped
+    return mixture_names(config, projections=PROJECTIONS), stacked, swapped
 
 
 def _window(fields: ConfigFields) -> int | None:
@@ -91,12 +92,9 @@ def _experts(fields: ConfigFields, geometry: DecoderGeometry) -> dict[str, Any]:
     """Read the experts; ``norm_topk_prob`` is off and no layer dense by default."""
     num_experts, top_k = read_num_experts(fields, "num_experts", "num_local_experts")
     pass_over_training(fields)
-    step = fields.count("decoder_sparse_step", 1)
-    dense = read_layer_numbers(fields, "mlp_only_layers", geometry.num_layers)
-    layers = range(geometry.num_layers)
     return {
         "num_experts": num_experts,
         "expert_size": fields.count("moe_intermediate_size"),
         "routing": Routing(top_k=top_k, renormalise=fields.flag("norm_topk_prob", False)),
-        "dense_layers": tuple(layer for layer in layers if layer in dense or (layer + 1) % step),
+        "dense_layers": read_dense_layers(fields, geometry.num_layers),
     }

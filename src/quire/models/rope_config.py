@@ -11,7 +11,7 @@ import math
 import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from typing import Any, Protocol, get_args
 
 from quire.base.errors import CheckpointError, InvalidArgument, Unsupported
 from quire.contracts.layers import RopeScaling, RopeSpec
@@ -37,6 +37,22 @@ THETA_FIELDS: Mapping[str, str] = {"sliding_attention": "rope_local_base_freq"}
 """By type of layer, the field of a base other than ``rope_theta`` (older files of Gemma 3)."""
 
 
+class RopeSizes(Protocol):
+    """The sizes of a model that a RoPE depends on; ``geometry.DecoderGeometry`` has them."""
+
+    @property
+    def head_dim(self) -> int:
+        """Columns of the heads that RoPE is given (MLA: the rotated part)."""
+
+    @property
+    def max_position(self) -> int:
+        """The model's ``max_position_embeddings``."""
+
+    @property
+    def max_model_len(self) -> int | None:
+        """The longest sequence in tokens that will run; None: ``max_position``."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Context:
     """Values that a scaling may need besides its parameters; lengths in tokens."""
@@ -52,10 +68,8 @@ class _Context:
 
 def read_rope(
     fields: ConfigFields,
-    head_dim: int,
-    max_position: int,
+    sizes: RopeSizes,
     *,
-    max_model_len: int | None = None,
     layer_type: str | None = None,
     theta_default: float = DEFAULT_ROPE_THETA,
     partial_default: float | None = None,
@@ -64,15 +78,11 @@ def read_rope(
 ) -> RopeSpec:
     """Read the RoPE of a model, or of its layers of one type.
 
-    ``head_dim``: columns of the heads that RoPE is given (MLA: the rotated part). ``max_position``:
-    the model's ``max_position_embeddings``.
-
-    ``max_model_len``: the longest sequence in tokens that will run; None: ``max_position``. It
-    fixes length-dependent parts once, for every token, as in vLLM; transformers changes the
-    frequencies under stored keys as a sequence grows (``length_rule``). ``longrope`` takes its long
-    factors if ``max_model_len`` exceeds ``original_max_position_embeddings``, else the short ones.
-    ``dynamic`` takes the base for ``max_model_len`` tokens, ``rope_theta`` up to ``max_position``.
-    Other scalings ignore the length.
+    ``max_model_len`` fixes length-dependent parts once, for every token, as in vLLM; transformers
+    changes the frequencies under stored keys as a sequence grows (``length_rule``). ``longrope``
+    takes its long factors if it exceeds ``original_max_position_embeddings``, else the short ones.
+    ``dynamic`` takes the base for so many tokens, and ``rope_theta`` up to ``max_position``. Other
+    scalings ignore the length.
 
     ``layer_type``: for models with different types of layers. ``rope_parameters`` must then be an
     object by type, else ``CheckpointError``. In the older spelling the base has its own field
@@ -90,6 +100,7 @@ def read_rope(
     ``CheckpointError`` if a parameter is missing or out of range, or if two spellings disagree: the
     one used in training is unknown.
     """
+    max_position, max_model_len = sizes.max_position, sizes.max_model_len
     if max_model_len is not None and max_model_len < 1:
         raise InvalidArgument(f"max_model_len {max_model_len}; at least 1 is needed")
     new, new_name = fields.mapping("rope_parameters"), "rope_parameters"
@@ -103,7 +114,7 @@ def read_rope(
         "original_max_position_embeddings": "original_max_position_embeddings",
     }
     context = _Context(
-        head_dim=head_dim,
+        head_dim=sizes.head_dim,
         max_position=max_position,
         length=max_position if max_model_len is None else max_model_len,
         theta_default=theta_default,

@@ -74,9 +74,9 @@ def trunk_names(config: DecoderConfig, names: Names = LLAMA_NAMES) -> dict[str, 
     q_rows, kv_rows = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     rows = (q_rows, kv_rows, spec.num_kv_heads * spec.value_dim)
     attention = f"{layer}self_attn."
-    table |= _stacked(attention, names.qkv, "{}.qkv", rows, width, config.qkv_bias)
+    table |= map_names(attention, names.qkv, "{}.qkv", rows, width, config.qkv_bias)
     columns = spec.num_heads * spec.value_dim
-    table |= _stacked(attention, (names.out,), "{}.out", (width,), columns, config.out_bias, is_sum=True)
+    table |= map_names(attention, (names.out,), "{}.out", (width,), columns, config.out_bias, is_sum=True)
     for ours, theirs, heads, first in (
         ("q_norm", names.head_norms[0], spec.num_heads, config.first_heads[0]),
         ("k_norm", names.head_norms[1], spec.num_kv_heads, config.first_heads[1]),
@@ -101,19 +101,17 @@ def mlp_names(
     width, inner = config.hidden_size, config.intermediate_size
     table: dict[str, Place] = {}
     for layer in ("{}",) if layers is None else sorted(layers):
-        prefix = f"{names.trunk}layers.{layer}.mlp."
-        table |= _stacked(prefix, names.gate_up, f"{layer}.gate_up", (inner, inner), width, config.mlp_bias)
-        table |= _stacked(prefix, (names.down,), f"{layer}.down", (width,), inner, config.mlp_bias, is_sum=True)
+        table |= gated_names(f"{names.trunk}layers.{layer}.mlp.", f"{layer}.", width, inner, names, config.mlp_bias)
     return table
 
 
-def _stacked(
+def map_names(
     prefix: str,
     names: tuple[str, ...],
     parameter: str,
     rows: tuple[int, ...],
     columns: int,
-    bias: bool,
+    bias: bool = False,
     *,
     is_sum: bool = False,
 ) -> dict[str, Place]:
@@ -129,6 +127,22 @@ def _stacked(
             table[f"{prefix}{name}.bias"] = place
         row += count
     return table
+
+
+def gated_names(
+    prefix: str, parameter: str, width: int, inner: int, names: Names = LLAMA_NAMES, bias: bool = False
+) -> dict[str, Place]:
+    """Return the names of a gated MLP; ``prefix`` and ``parameter`` begin theirs and ours."""
+    table = map_names(prefix, names.gate_up, f"{parameter}gate_up", (inner, inner), width, bias)
+    return table | map_names(prefix, (names.down,), f"{parameter}down", (width,), inner, bias, is_sum=True)
+
+
+def places_of(
+    sizes: Mapping[str, tuple[str, tuple[int, ...]]], prefix: str = "", parameter: str = ""
+) -> dict[str, Place]:
+    """Return the places of tensors, of which ``sizes`` has our names and the shapes by theirs;
+    ``prefix`` and ``parameter`` begin theirs and ours."""
+    return {prefix + theirs: Place(parameter=parameter + ours, shape=shape) for theirs, (ours, shape) in sizes.items()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,10 +20,8 @@ from quire.weights.places import NameTable
 class TextType:
     """A ``model_type`` of ``text_config``."""
 
-    family: str
-    """The native architecture."""
     model_type: str
-    """That of the native architecture."""
+    """That of the native family."""
     defaults: Mapping[str, Any]
     """Values of missing fields, as in transformers, which writes only others."""
 
@@ -44,51 +42,39 @@ def _sizes(
 
 
 _QWEN_VL = _sizes(152_064, 8192, 29_568, 80, 64, 8, 32_768, rms_norm_eps=1e-5, rope_theta=1e6)
-_QWEN2 = "Qwen2ForCausalLM", "qwen2"
 _OMNI = _sizes(152_064, 3584, 18_944, 28, 28, 4, 32_768, rope_theta=1e6, tie_word_embeddings=True)
 TEXT_TYPES: Mapping[str, TextType] = {
-    "llama": TextType("LlamaForCausalLM", "llama", _sizes(32_000, 4096, 11_008, 32, 32, 32, 2048)),
-    "mistral": TextType("MistralForCausalLM", "mistral", _sizes(32_000, 4096, 14_336, 32, 32, 8, 131_072)),
-    "ministral3": TextType(
-        "Ministral3ForCausalLM", "ministral3", _sizes(131_072, 4096, 14_336, 34, 32, 8, 262_144, head_dim=128)
-    ),
-    "qwen2": TextType(*_QWEN2, _sizes(151_936, 4096, 22_016, 32, 32, 32, 32_768)),
-    "qwen2_vl_text": TextType(*_QWEN2, _QWEN_VL),
-    "qwen2_5_vl_text": TextType(*_QWEN2, _QWEN_VL),
-    "qwen2_5_omni_text": TextType(*_QWEN2, _OMNI),
-    "qwen3": TextType("Qwen3ForCausalLM", "qwen3", _sizes(151_936, 4096, 22_016, 32, 32, 32, 32_768)),
-    "qwen3_vl_text": TextType(
-        "Qwen3ForCausalLM", "qwen3", _sizes(151_936, 4096, 22_016, 32, 32, 32, 128_000, rope_theta=5e5)
-    ),
+    "llama": TextType("llama", _sizes(32_000, 4096, 11_008, 32, 32, 32, 2048)),
+    "mistral": TextType("mistral", _sizes(32_000, 4096, 14_336, 32, 32, 8, 131_072)),
+    "ministral3": TextType("ministral3", _sizes(131_072, 4096, 14_336, 34, 32, 8, 262_144, head_dim=128)),
+    "qwen2": TextType("qwen2", _sizes(151_936, 4096, 22_016, 32, 32, 32, 32_768)),
+    "qwen2_vl_text": TextType("qwen2", _QWEN_VL),
+    "qwen2_5_vl_text": TextType("qwen2", _QWEN_VL),
+    "qwen2_5_omni_text": TextType("qwen2", _OMNI),
+    "qwen3": TextType("qwen3", _sizes(151_936, 4096, 22_016, 32, 32, 32, 32_768)),
+    "qwen3_vl_text": TextType("qwen3", _sizes(151_936, 4096, 22_016, 32, 32, 32, 128_000, rope_theta=5e5)),
     "qwen3_vl_moe_text": TextType(
-        "Qwen3MoeForCausalLM",
         "qwen3_moe",
         _sizes(151_936, 2048, 5632, 24, 16, 16, 128_000, rope_theta=5e5, num_experts=60, moe_intermediate_size=1408)
         | {"num_experts_per_tok": 4, "norm_topk_prob": True, "head_dim": 128},
     ),
-    "cohere2": TextType("Cohere2ForCausalLM", "cohere2", _sizes(256_000, 8192, 22_528, 40, 64, 64, 8192)),
-    "deepseek_v3": TextType("DeepseekV3ForCausalLM", "deepseek_v3", {}),
-    "lfm2": TextType("Lfm2ForCausalLM", "lfm2", _sizes(65_536, 2560, 12_288, 32, 32, 8, 128_000)),
+    "cohere2": TextType("cohere2", _sizes(256_000, 8192, 22_528, 40, 64, 64, 8192)),
+    "deepseek_v3": TextType("deepseek_v3", {}),
+    "lfm2": TextType("lfm2", _sizes(65_536, 2560, 12_288, 32, 32, 8, 128_000)),
     "lfm2_moe": TextType(
-        "Lfm2MoeForCausalLM",
         "lfm2_moe",
         _sizes(65_536, 2048, 7168, 32, 32, 8, 128_000, moe_intermediate_size=1792, num_experts=32)
         | {"num_experts_per_tok": 4},
     ),
-    "lfm3": TextType("Lfm3ForCausalLM", "lfm3", _sizes(128_000, 2048, 7680, 24, 16, 4, 128_000, head_dim=128)),
-    "qwen3_5_text": TextType("Qwen3_5ForCausalLM", "qwen3_5_text", {}),
+    "lfm3": TextType("lfm3", _sizes(128_000, 2048, 7680, 24, 16, 4, 128_000, head_dim=128)),
+    "qwen3_5_text": TextType("qwen3_5_text", {}),
     "gemma3n_text": TextType(
-        "Gemma3nForCausalLM",
         "gemma3n_text",
         _sizes(262_400, 2048, 16_384, 35, 8, 2, 32_768) | {"intermediate_size": [16_384] * 35},
     ),
-    "gemma4_text": TextType(
-        "Gemma4ForCausalLM", "gemma4_text", _sizes(262_144, 2304, 9216, 30, 8, 4, 131_072)
-    ),
-    "gemma3_text": TextType(
-        "Gemma3ForCausalLM", "gemma3_text", _sizes(262_208, 2304, 9216, 26, 8, 4, 131_072)
-    ),
-}  # fmt: skip
+    "gemma4_text": TextType("gemma4_text", _sizes(262_144, 2304, 9216, 30, 8, 4, 131_072)),
+    "gemma3_text": TextType("gemma3_text", _sizes(262_208, 2304, 9216, 26, 8, 4, 131_072)),
+}
 """Text parts that run, by ``model_type``."""
 
 IMAGE_TEXT: Mapping[str, str] = {
@@ -183,7 +169,7 @@ def text_values(values: Mapping[str, Any]) -> dict[str, Any]:
     tied = values.get("tie_word_embeddings", found.get("tie_word_embeddings"))
     if tied is not None:
         found["tie_word_embeddings"] = tied
-    return {**found, "model_type": kind.model_type, "architectures": [kind.family]}
+    return {**found, "model_type": kind.model_type}
 
 
 def says_tied(values: Mapping[str, Any]) -> bool:

@@ -125,17 +125,24 @@ class GrowingAttention(Attention):
         return pass_.attend_qkv(self.layer_id, qkv_TC).flatten(-2)
 
 
+@dataclass(slots=True, eq=False)
 class WidthNormedAttention(NormedAttention):
     """Attention with norms over all heads at once (OLMo 2): ``[T, Hq*Dk]``, ``[T, Hkv*Dk]``."""
 
-    __slots__ = ()
+    joint_norms: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = field(init=False, default=None)
+    """Norms queries and keys together, in place of ``q_norm`` and ``k_norm``, which know only the
+    heads that are here; None: all are."""
 
     def heads(self, x_TE: Tensor, pass_: Pass) -> Tensor:
         """See ``Attention``."""
         spec = self.spec
         q_TC, k_TC, v_TC = torch.split(self.qkv(x_TE), self._sizes, dim=-1)
-        q_THD = self.q_norm(q_TC).view(-1, spec.num_heads, spec.head_dim)
-        k_THD = self.k_norm(k_TC).view(-1, spec.num_kv_heads, spec.head_dim)
+        if self.joint_norms is None:
+            q_TC, k_TC = self.q_norm(q_TC), self.k_norm(k_TC)
+        else:
+            q_TC, k_TC = self.joint_norms(q_TC, k_TC)
+        q_THD = q_TC.view(-1, spec.num_heads, spec.head_dim)
+        k_THD = k_TC.view(-1, spec.num_kv_heads, spec.head_dim)
         v_THD = v_TC.view(-1, spec.num_kv_heads, spec.value_dim)
         return pass_.attend(self.layer_id, q_THD, k_THD, v_THD).flatten(-2)
 

@@ -20,6 +20,7 @@ from quire.contracts.ranks import Share
 from quire.contracts.recurrence import MixerCall, MixerKernel, StateSizes, StepRates
 from quire.nn.linear import Linear
 from quire.nn.norm import GatedRMSNorm
+from quire.nn.short_conv import conv_state
 from quire.ops.rows import ACTIVATIONS
 
 UNIT_EPS = 1e-6
@@ -71,16 +72,8 @@ class DeltaShape:
     def spec(self, dtype: torch.dtype) -> Recurrent:
         """Return the state of a layer: state 0 is the last W - 1 inputs of the convolution, oldest
         first, in the model's dtype; state 1 is ``[H, K, V]`` in float32."""
-        return Recurrent(
-            states=(
-                StateTensor(
-                    shape=(self.taps - 1, self.channels),
-                    dtype=str(dtype).removeprefix("torch."),
-                    parts=self.convolved,
-                ),
-                StateTensor(shape=(self.num_value_heads, self.key_dim, self.value_dim), dtype="float32"),
-            )
-        )
+        state = StateTensor(shape=(self.num_value_heads, self.key_dim, self.value_dim), dtype="float32")
+        return Recurrent(states=(conv_state(self.taps, self.convolved, dtype), state))
 
 
 @dataclass(kw_only=True, slots=True, eq=False)

@@ -21,6 +21,7 @@ from quire.contracts.ranks import Share
 from quire.contracts.recurrence import MixerCall, MixerKernel, StateSizes, StepRates
 from quire.nn.linear import Linear
 from quire.nn.norm import GatedRMSNorm
+from quire.nn.short_conv import conv_state
 from quire.ops.rows import ACTIVATIONS
 
 
@@ -56,11 +57,6 @@ class Mamba2Shape:
         """C"""
         return sum(self.convolved)
 
-    @property
-    def projected(self) -> int:
-        """Z"""
-        return self.width + self.channels + self.num_heads
-
     def divided(self, share: Share) -> Self:
         """Return the sizes of one rank's mixer: its heads, and the groups that serve them.
         ``Unsupported`` if they do not divide."""
@@ -70,16 +66,8 @@ class Mamba2Shape:
     def spec(self, dtype: torch.dtype) -> Recurrent:
         """Return the state of a layer: state 0 is the last W - 1 inputs of the convolution, oldest
         first, in the model's dtype; state 1 is ``[H, N, P]`` in float32."""
-        return Recurrent(
-            states=(
-                StateTensor(
-                    shape=(self.taps - 1, self.channels),
-                    dtype=str(dtype).removeprefix("torch."),
-                    parts=self.convolved,
-                ),
-                StateTensor(shape=(self.num_heads, self.state_size, self.head_dim), dtype="float32"),
-            )
-        )
+        state = StateTensor(shape=(self.num_heads, self.state_size, self.head_dim), dtype="float32")
+        return Recurrent(states=(conv_state(self.taps, self.convolved, dtype), state))
 
 
 @dataclass(kw_only=True, slots=True, eq=False)

@@ -5,6 +5,8 @@ Letters: any leading dimensions, then E the normalised one; H heads, D head size
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
@@ -87,7 +89,7 @@ class GatedRMSNorm:
     mean; they share one weight.
     """
 
-    __slots__ = ("_shape", "eps", "gate_first", "weight")
+    __slots__ = ("_shape", "eps", "gate_first", "joint_scale", "weight")
 
     def __init__(self, weight: Tensor, eps: float, *, groups: int = 1, gate_first: bool) -> None:
         """Take ``weight [C]`` of any float type; ``groups`` divides C."""
@@ -95,6 +97,9 @@ class GatedRMSNorm:
         self.eps = eps
         self.gate_first = gate_first
         self._shape = (groups, len(weight) // groups)
+        self.joint_scale: Callable[[Tensor], Tensor] | None = None
+        """Returns ``[T, 1]``, by which x is multiplied so that its mean square is 1, where only a
+        part of a group's channels ``[T, C]`` is here; None: all are."""
 
     def parts(self, channels: int) -> GatedNormWeight:
         """Return the norm of an input of so many channels as values for a kernel."""
@@ -105,6 +110,9 @@ class GatedRMSNorm:
         dtype."""
         open_ = F.silu(gate.float())
         x = x.float() * open_ if self.gate_first else x.float()
-        parts = x.view(*x.shape[:-1], *self._shape)
-        y = F.rms_norm(parts, self._shape[1:], None, self.eps).flatten(-2).mul_(self.weight)
+        if self.joint_scale is None:
+            parts = x.view(*x.shape[:-1], *self._shape)
+            y = F.rms_norm(parts, self._shape[1:], None, self.eps).flatten(-2).mul_(self.weight)
+        else:
+            y = x * self.joint_scale(x) * self.weight
         return (y if self.gate_first else y.mul_(open_)).to(gate.dtype)

@@ -34,8 +34,14 @@ class ShortConvShape:
     def spec(self, dtype: torch.dtype) -> Recurrent:
         """Return a layer's state: the last W - 1 convolution inputs, oldest first, in the model's
         dtype."""
-        shape = (self.taps - 1, self.channels)
-        return Recurrent(states=(StateTensor(shape=shape, dtype=str(dtype).removeprefix("torch.")),))
+        return Recurrent(states=(conv_state(self.taps, (self.channels,), dtype),))
+
+
+def conv_state(taps: int, parts: tuple[int, ...], dtype: torch.dtype) -> StateTensor:
+    """Return the state of a convolution over channels in ``parts`` that ranks divide each on its
+    own: its last inputs, oldest first, in the model's dtype."""
+    own = parts if len(parts) > 1 else ()
+    return StateTensor(shape=(taps - 1, sum(parts)), dtype=str(dtype).removeprefix("torch."), parts=own)
 
 
 @dataclass(slots=True, eq=False)

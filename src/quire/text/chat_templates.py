@@ -8,7 +8,7 @@ from pathlib import Path
 
 from quire.base.config import CHAT_TEMPLATES
 from quire.base.errors import InvalidArgument, NotFound
-from quire.text.chat_rendering import check_template
+from quire.text.template_programs import check_template
 from quire.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("quire")

@@ -8,10 +8,11 @@ neighbours whose union has the best score. Others are refused by name.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import tokenizers
@@ -19,7 +20,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from quire.base.collector import paused_collector
 from quire.base.errors import CheckpointError, Unsupported
-from quire.text.score_merges import FindMerges, merges_of
+from quire.text.tokenizer_process import ENDS, GPT2, LLAMA3, LOWER, O200K, QWEN2, TAIL, UPPER, WORD
 from quire.weights.gguf_container import GgufFile, opened
 from quire.weights.gguf_paths import part_files
 
@@ -28,17 +29,8 @@ CONTROL, USER_DEFINED, UNUSED, BYTE = 3, 4, 5, 6
 SPACE = "▁"
 """SentencePiece's spelling of a space."""
 
-GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_ENDS, _TAIL, _WORD = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)", r"\s*[\r\n]+|\s+(?!\S)|\s+", r"[^\r\n\p{L}\p{N}]?"
-_LOWER, _UPPER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
-LLAMA3 = rf"{_ENDS}|{_WORD}\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_TAIL}"
-QWEN2 = rf"{_ENDS}|{_WORD}\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_TAIL}"
-QWEN35 = rf"{_ENDS}|{_WORD}[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_TAIL}"
-TEKKEN = rf"{_WORD}{_UPPER}*{_LOWER}+|{_WORD}{_UPPER}+{_LOWER}*|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_TAIL}"
-O200K = (
-    rf"{_WORD}{_UPPER}*{_LOWER}+{_ENDS}?|{_WORD}{_UPPER}+{_LOWER}*{_ENDS}?|\p{{N}}{{1,3}}"
-    rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_TAIL}"
-)
+QWEN35 = rf"{ENDS}|{WORD}[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{TAIL}"
+TEKKEN = rf"{WORD}{UPPER}*{LOWER}+|{WORD}{UPPER}+{LOWER}*|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{TAIL}"
 DEEPSEEK3 = (
     "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+"
     "| ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+"
@@ -97,7 +89,7 @@ SPLITS: Mapping[str, Split] = {
 }
 """The rules by the values of ``tokenizer.ggml.pre``."""
 
-ENDS = (
+TURN_ENDS = (
     "<|eot_id|>",
     "<|eom_id|>",
     "<|im_end|>",
@@ -169,6 +161,26 @@ class _Vocabulary:
         return found
 
 
+Merges: TypeAlias = list[tuple[str, str]]
+FindMerges: TypeAlias = Callable[[Sequence[str], Sequence[float], Sequence[int]], Merges]
+"""``merges_of``, or a function that leaves out merges which no text uses."""
+
+
+def merges_of(tokens: Sequence[str], scores: Sequence[float], joined: Sequence[int]) -> Merges:
+    """Return all pairs of tokens whose union is one of the tokens with numbers ``joined``, the best
+    score of a union first, then in the order of ``joined`` and of the cuts. A vocabulary of 262,144
+    tokens has half a million."""
+    known, found = frozenset(tokens), []
+    for number in joined:
+        token = tokens[number]
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in known and right in known:
+                found.append((-scores[number], left, right))
+    found.sort(key=itemgetter(0))
+    return [(left, right) for _, left, right in found]
+
+
 def read_gguf_tokenizer(path: Path, find_merges: FindMerges = merges_of) -> GgufTokenizer | None:
     """Return the tokenizer of a GGUF file, of a split one its first part; None: the file has none.
     ``Unsupported`` for another kind or rule, by name, ``CheckpointError`` for damaged arrays."""
@@ -196,7 +208,7 @@ def read_gguf_tokenizer(path: Path, find_merges: FindMerges = merges_of) -> Gguf
     special = {name: vocabulary.special(theirs) for name, theirs in NAMED.items()}
     ends = [vocabulary.special(name) for name in ("eos", "eot", "eom")]
     control = set(vocabulary.of(CONTROL))
-    ends += [vocabulary.ids[token] for token in ENDS if token in control]
+    ends += [vocabulary.ids[token] for token in TURN_ENDS if token in control]
     return GgufTokenizer(
         backend=backend,
         special_tokens={name: tokens[one] for name, one in special.items() if one is not None},

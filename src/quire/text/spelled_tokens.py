@@ -22,8 +22,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.text.chat_rendering import words_of
 from quire.text.control_tokens import NEVER, finder, place_in
+from quire.text.template_programs import words_of
 from quire.text.tokenizer import Tokenizer
 
 _PRIVATE = ("\U00100000", "\U0010fffd")

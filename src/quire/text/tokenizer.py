@@ -28,9 +28,8 @@ from quire.base.token_history import Ids
 from quire.text import long_texts
 from quire.text.control_tokens import control_tokens, finder
 from quire.text.decoder_stream import REPLACEMENT
-from quire.text.gguf_tokenizer import read_gguf_tokenizer
+from quire.text.gguf_tokenizer import FindMerges, merges_of, read_gguf_tokenizer
 from quire.text.inner_text import for_inner_text
-from quire.text.score_merges import FindMerges, merges_of
 from quire.text.token_bounds import longest_token
 from quire.text.token_bytes import TokenBytes, join_pieces
 from quire.text.tokenizer_process import TextEncoder, check_decoder
@@ -359,15 +358,15 @@ class _TokenizerFiles:
     @classmethod
     def read(cls, path: Path) -> _TokenizerFiles:
         config_file = path / "tokenizer_config.json"
-        config = _read_json(config_file)
+        config = read_json(config_file)
         tokens_file = path / "special_tokens_map.json"
-        tokens = _read_json(tokens_file)
+        tokens = read_json(tokens_file)
         declared = _read_declared(config, config_file)
         # As in transformers 5: a configuration that declares its added tokens is complete without
         # the older map.
         named = _read_named(config, config_file), _read_named(tokens, tokens_file)
         listed = _read_listed(config, config_file), _read_listed(tokens, tokens_file)
-        model, generation = _read_json(path / "config.json"), _read_json(path / "generation_config.json")
+        model, generation = read_json(path / "config.json"), read_json(path / "generation_config.json")
         model = {**_as_mapping(model.get("text_config")), **model}
         ids = {
             key: _read_ids(generation, key, path / "generation_config.json")
@@ -390,7 +389,7 @@ class _TokenizerFiles:
 
 def _way(path: Path) -> str:
     """Return the advice of an error: how to make a ``tokenizer.json`` for a checkpoint."""
-    own = _as_mapping(_read_json(path / "tokenizer_config.json").get("auto_map")).get("AutoTokenizer")
+    own = _as_mapping(read_json(path / "tokenizer_config.json").get("auto_map")).get("AutoTokenizer")
     if own is None:
         return (
             f"make one with transformers: AutoTokenizer.from_pretrained({str(path)!r}).save_pretrained({str(path)!r})"
@@ -402,13 +401,13 @@ def _way(path: Path) -> str:
     )
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; empty if there is no such file."""
+def read_json(file: Path) -> dict[str, Any]:
+    """Return the object in a JSON file, empty without it; ``CheckpointError`` for other content."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:  # JSON and UTF-8 errors are ValueErrors
+    except (OSError, ValueError, RecursionError) as error:  # JSON and UTF-8 errors are ValueErrors
         raise CheckpointError(f"{file} cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{file} must hold a JSON object, found {type(content).__name__}")
@@ -485,7 +484,7 @@ def _read_chat_templates(path: Path, config: Mapping[str, Any], config_file: Pat
     file, template = config_file, config.get("chat_template")
     if template is None:
         file = path / "chat_template.json"
-        template = _read_json(file).get("chat_template")
+        template = read_json(file).get("chat_template")
     if template is None:
         return {}
     if isinstance(template, str):

@@ -28,25 +28,23 @@ GROWTH = 64
 ADDED = 64
 """Characters, or tokens, that may be put around a text, to be tokenised in this process."""
 
-_ENDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_TAIL = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-_LOWER, _UPPER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
-_WORD = r"[^\r\n\p{L}\p{N}]?"
+ENDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+TAIL = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+LOWER, UPPER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+WORD = r"[^\r\n\p{L}\p{N}]?"
+"""Parts of expressions that split texts into words."""
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+LLAMA3 = rf"{ENDS}|{WORD}\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{TAIL}"
+QWEN2 = rf"{ENDS}|{WORD}\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{TAIL}"
+O200K = (
+    rf"{WORD}{UPPER}*{LOWER}+{ENDS}?|{WORD}{UPPER}+{LOWER}*{ENDS}?|\p{{N}}{{1,3}}"
+    rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{TAIL}"
+)
 KNOWN = frozenset(
     {
-        r"\p{N}",
-        r"\p{N}{1,3}",
-        r"\d",
-        r"[0-9][0-9][0-9]",
-        r"\s+",
-        r" {2,}",
+        *(r"\p{N}", r"\p{N}{1,3}", r"\d", r"[0-9][0-9][0-9]", r"\s+", r" {2,}"),
         r"\n[ ]*|[ ]?[A-Za-z_]+|[0-9]| ?[^\sA-Za-z0-9_]+|\s+(?!\S)|\s+",
-        r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
-        *(
-            rf"{_ENDS}|{_WORD}\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_TAIL}"
-            for digits in (r"\p{N}", r"\p{N}{1,3}")
-        ),
-        rf"{_WORD}{_UPPER}*{_LOWER}+{_ENDS}?|{_WORD}{_UPPER}+{_LOWER}*{_ENDS}?|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_TAIL}",
+        *(GPT2, LLAMA3, QWEN2, O200K),
     }
 )
 """Expressions of GPT-2, Llama 3, Qwen 2, o200k, the bundled model and others. They take time in

@@ -17,13 +17,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from quire.base.errors import CheckpointError
+from quire.base.errors import CheckpointError, some
 from quire.contracts.weights import StoredTensor, WeightSource
 from quire.weights.floats import DTYPES, Floats
 from quire.weights.gguf_blocks import BLOCKS, SIZES
 from quire.weights.mapped_pages import drop_pages
 from quire.weights.places import Place
-from quire.weights.safetensors_files import some
 from quire.weights.scales import parts
 
 FURTHER_SIZES: Mapping[str, tuple[int, int]] = {
@@ -149,9 +148,9 @@ class Checkpoint:
         label = f"{self.tensors[next(iter(stored))].file}: {name}"
         if place.format.is_plain and place.shape:
             values = place.cut(stored[name])
-            for some in parts(len(values), values[:1].numel()):
-                place.format.expand(label, {name: values[some]}, out[some])
-                drop_pages(values[some])
+            for rows in parts(len(values), values[:1].numel()):
+                place.format.expand(label, {name: values[rows]}, out[rows])
+                drop_pages(values[rows])
             return
         if place.whole is None:
             place.format.expand(label, stored, out)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from quire.base.errors import CheckpointError
+from quire.base.errors import CheckpointError, some
 
 MAGIC = b"GGUF"
 SPLIT_NAME = re.compile(r"(?P<base>.+)-(?P<part>\d{5})-of-(?P<parts>\d{5})\.gguf")
@@ -32,6 +32,5 @@ def part_files(path: Path) -> tuple[Path, ...]:
     names = [f"{found['base']}-{part:05}-of-{parts:05}.gguf" for part in range(1, parts + 1)]
     missing = [name for name in names if not path.with_name(name).is_file()]
     if missing or not names:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise CheckpointError(f"{path} is one of {parts} parts; {', '.join(missing[:1])}{more} beside it is missing")
+        raise CheckpointError(f"{path} is one of {parts} parts; {some(missing, 1)} beside it is missing")
     return tuple(path.with_name(name) for name in names)

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from quire.base.errors import CheckpointError
+from quire.base.errors import CheckpointError, some
 from quire.contracts.weights import TensorHeader, WeightFormat
 
 SINGLE_FILE = "model.safetensors"
@@ -67,12 +67,6 @@ def _no_weights(path: Path) -> CheckpointError:
     if others:
         message += f", only {some(others)}: convert it to safetensors in that layout, for example with transformers' save_pretrained"
     return CheckpointError(message)
-
-
-def some(names: Collection[str], limit: int = 4) -> str:
-    """Return the first names, and how many more there are, for an error."""
-    shown = ", ".join(list(names)[:limit])
-    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
 
 
 class Formats(Protocol):

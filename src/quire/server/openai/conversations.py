@@ -15,9 +15,10 @@ from quire.server.openai.protocol import ChatRequest, Reasoning
 from quire.server.tools.harmony import is_harmony
 from quire.server.tools.reasoning import reasoning_for
 from quire.sessions.chat_turns import next_turn_ids
-from quire.text.chat_rendering import render_chat, variables_of
+from quire.text.chat_rendering import render_chat
 from quire.text.long_texts import TextLimit
 from quire.text.spelled_tokens import SpelledTokens
+from quire.text.template_programs import variables_of
 from quire.text.tokenizer import Tokenizer
 
 Messages: TypeAlias = list[dict[str, Any]]
