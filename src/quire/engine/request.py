@@ -282,11 +282,6 @@ class Request:
         question = self.seat.question
         return question is None or question.is_answered
 
-    @property
-    def order(self) -> tuple[int, int]:
-        """The key that sorts requests, the next one to run first."""
-        return self.seat.priority, self.seat.arrival
-
     def admit(self) -> None:
         """Run from now on; find rows to blend."""
         self.seat.status, self.seat.admitted = Status.RUNNING, True

@@ -5,7 +5,7 @@ step computes some of them. Decodes have one; prompts have many and are cut to t
 both share a step (Sarathi-Serve, arXiv:2403.02310). Requests are served by priority, equal ones in
 order of arrival.
 
-API keys share steps and places (``key_shares``). What decodes leave of a step goes to the prompts
+API keys share steps and places (``KeyShares``). What decodes leave of a step goes to the prompts
 of the key with the least virtual time, running and waiting ones, then to the next key. A key that
 has fewer places than its share takes one from a key that has more: the last request of that key
 waits, and keeps its state while there is room. Pages are taken likewise (``displaced_for``).
