@@ -34,7 +34,7 @@ from quire.engine.beam import BeamSearch, search
 from quire.engine.engine import Engine
 from quire.engine.request import Request
 from quire.kernels.linear.low_rank import native_low_rank
-from quire.sessions.preparation import cache_key
+from quire.sessions.prompts import cache_key
 from quire.statefile.container import read_state, to_bytes
 
 RANK = 4

@@ -20,7 +20,7 @@ from quire.base.segments import BlendParams, Segment
 from quire.blend.retriever import ChunkRetriever
 from quire.blend.rotation import KeyMove
 from quire.ops.rope import RotaryTable
-from quire.sessions.preparation import cache_key
+from quire.sessions.prompts import cache_key
 
 from .test_blending import (
     BLENDABLE,

@@ -40,7 +40,7 @@ from quire.contracts.store import ObjectKind
 from quire.engine.request import RequestBranch
 from quire.engine.request_outputs import request_output
 from quire.kv.recurrent import bytes_per_state
-from quire.sessions.preparation import cache_key
+from quire.sessions.prompts import cache_key
 from quire.store.memory import MemoryTier
 from quire.store.stack import Store
 

@@ -112,7 +112,7 @@ MUTANTS = (
     ),
     Mutant(
         name="penalties-count-embeddings",
-        file="engine/sample_outputs.py",
+        file="engine/sampling_step.py",
         old="spoken = tokens.ids[tokens.ids >= 0]",
         new="spoken = tokens.ids",
         tests=("engine/test_media.py::test_samples_penalties_and_what_a_caller_does_afterwards",),

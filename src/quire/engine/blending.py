@@ -44,7 +44,7 @@ from quire.contracts.layers import KeyValueAttention
 from quire.contracts.model import num_blocks
 from quire.contracts.store import ObjectKey
 from quire.engine.prompt_blend import PromptBlend
-from quire.engine.segmented_prompts import Pieces
+from quire.engine.prompts import Pieces
 from quire.kv.rule_table import blending_refusal
 from quire.kv.windows import intersection
 from quire.runner.local import Runner

@@ -27,7 +27,6 @@ from quire.base.metrics import EngineMetrics
 from quire.base.sampling_params import SamplingParams
 from quire.base.token_history import Ids, TokenHistory
 from quire.base.types import BASE
-from quire.branches.past_prefixes import PastPrefixes
 from quire.branches.prefix_cache import RadixCache
 from quire.branches.session_branch import SessionBranch
 from quire.branches.session_branches import SessionBranches, media_of
@@ -37,10 +36,10 @@ from quire.engine.blend_runs import BlendRuns
 from quire.engine.blending import Blending
 from quire.engine.checkpoints import Checkpoints
 from quire.engine.exact import ExactWindows, exact_key
+from quire.engine.miss_search import PastPrefixes
 from quire.engine.page_use import OWNERS, PageUse, page_use
 from quire.engine.pins import Pins, PrefixPins
 from quire.engine.prompt_blend import PromptBlend
-from quire.engine.prompt_logprobs import PromptLogprobs
 from quire.engine.reclaim import EngineReclaim
 from quire.engine.request import (
     BACKGROUND,
@@ -54,13 +53,13 @@ from quire.engine.request import (
 )
 from quire.engine.request_checks import RequestChecks
 from quire.engine.requests import Requests, owner_of
-from quire.engine.sample_outputs import SampleOutputs
-from quire.engine.sampling_step import SamplingStep
+from quire.engine.sampling_step import SampleOutputs, SamplingStep
 from quire.engine.scheduler import Scheduler
 from quire.engine.steps import EngineSteps
 from quire.engine.timeline import Timeline
 from quire.grammars.grammars import Grammars
 from quire.runner.local import Runner
+from quire.sampling.token_logprobs import PromptLogprobs
 from quire.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("quire.engine")

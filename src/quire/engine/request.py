@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from quire.base.hints import RequestHints
     from quire.blend.chunk_capture import ChunkCapture
     from quire.engine.prompt_blend import PromptBlend
-    from quire.engine.prompt_logprobs import PromptLogprobs
     from quire.grammars.matcher import GrammarMatcher
     from quire.sampling.request_sampler import RequestSampler
     from quire.sampling.sampled_tokens import TokenLogprobs
+    from quire.sampling.token_logprobs import PromptLogprobs
     from quire.text.detokenizer import IncrementalDetokenizer
 
 OnLogits = Callable[[int, "Tensor"], None]

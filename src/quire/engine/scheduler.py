@@ -36,7 +36,6 @@ from quire.base.outputs import Miss
 from quire.base.token_history import common_prefix
 from quire.base.types import Remove, SeqId
 from quire.branches.prefix_cache import RadixCache
-from quire.engine.branch_points import BranchPoints
 from quire.engine.checkpoints import Checkpoints
 from quire.engine.miss_search import MissSearch
 from quire.engine.request import BACKGROUND, Request, Status
@@ -90,7 +89,6 @@ class Scheduler:
         self._misses = misses
         self._drafts = drafts
         self._arrivals = 0
-        self._branch_points = BranchPoints()
         self._steps = 0
         self.num_preemptions = 0
         self.lacks_room = False
@@ -115,7 +113,7 @@ class Scheduler:
         self.lacks_room = False
         self._ask(request)
         if self._checkpoints is not None:
-            self._branch_points.note(request)
+            self._checkpoints.branch_points.note(request)
         self.queues.wait(request)
 
     def join(self, request: Request, leader: Request) -> None:
@@ -137,7 +135,7 @@ class Scheduler:
         request.seat.status = Status.FINISHED
         self.lacks_room = False
         if self._checkpoints is not None:
-            self._branch_points.forget(request)
+            self._checkpoints.branch_points.forget(request)
 
     @property
     def idle(self) -> bool:
