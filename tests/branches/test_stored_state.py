@@ -873,7 +873,7 @@ def test_cancelled_sessions_keep_what_fits_them(make_llm: MakeLLM, llama: Checkp
     # A run that is cancelled is undone.
     with engine.lock:
         request = engine.submit_run(session._branch, np.array(session.tokens + [7] * 40, dtype=np.int32))
-    engine.scheduler.limits = type(engine.scheduler.limits)(max_num_seqs=8, max_num_batched_tokens=16)
+    engine.scheduler.queues.limits = type(engine.scheduler.limits)(max_num_seqs=8, max_num_batched_tokens=16)
     engine.step()
     engine.scheduler.preempt(request)
     engine.end([request])

@@ -21,7 +21,7 @@ MUTANTS = (
     ),
     Mutant(
         name="written-states-run-again",
-        file="branches/replay_needs.py",
+        file="branches/owner.py",
         old="    if branch.modified:\n",
         new="    if False:\n",
         tests=("engine/test_bridge.py::test_a_written_recurrent_state_is_not_run_again_by_the_executor",),

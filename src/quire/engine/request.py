@@ -21,13 +21,13 @@ from quire.base.token_history import Ids
 from quire.base.types import BASE, LogitsWanted
 from quire.branches.branch import Branch
 from quire.branches.session_branch import SessionBranch
-from quire.branches.tiers import Brought
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from quire.base.hints import RequestHints
     from quire.blend.chunk_capture import ChunkCapture
+    from quire.branches.stored_state import Brought
     from quire.engine.prompt_blend import PromptBlend
     from quire.grammars.matcher import GrammarMatcher
     from quire.sampling.request_sampler import RequestSampler

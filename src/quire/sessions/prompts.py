@@ -23,7 +23,7 @@ from quire.base.segments import BlendParams, Segment
 from quire.blend.calibration import BlendCalibration, QualityLimits
 from quire.contracts.executor import ExecutorInputs
 from quire.engine import beam
-from quire.engine.engine import Engine
+from quire.engine.engine import CheckedPrompt, Engine
 from quire.engine.named_adapters import NamedAdapters
 from quire.engine.progress_bars import generation_bar
 from quire.engine.prompts import (
@@ -76,6 +76,8 @@ class PreparedPrompts:
     """Of each; empty: all are of one piece."""
     blend: BlendParams | None = None
     """How the state of their segments is reused; None: not at all."""
+    checked: Sequence[CheckedPrompt | None] = ()
+    """The result of the checks of each; None where it is a session."""
 
     def media_of(self, number: int) -> Media:
         """Return the embeddings of one prompt."""
@@ -119,7 +121,9 @@ class PromptRequests:
     ) -> PreparedPrompts:
         """Check and encode the arguments of ``generate``, for ``submit``."""
         self.require_open("generate")
-        chosen, hinted, blend = self.adapter_id(adapter), checked_hints(hints), self.engine.blending.checked(blend)
+        chosen, hinted = self.adapter_id(adapter), checked_hints(hints)
+        if blend is not None:
+            self.engine.blending.check(blend)
         sessions, given = split_sessions(prompts, self.engine)
         if sessions and None not in sessions and (adapter is not None or cache_salt is not None):
             raise InvalidArgument(
@@ -152,7 +156,9 @@ class PromptRequests:
     ) -> PreparedPrompts:
         """Check, render and encode the arguments of ``chat``, for ``submit``."""
         self.require_open("chat")
-        chosen, hinted, blend = self.adapter_id(adapter), checked_hints(hints), self.engine.blending.checked(blend)
+        chosen, hinted = self.adapter_id(adapter), checked_hints(hints)
+        if blend is not None:
+            self.engine.blending.check(blend)
         if not isinstance(messages, (list, tuple)) or not messages:
             allowed = "a list of messages, or a list of such lists, with at least one message"
             raise InvalidArgument(field="messages", given=messages, allowed=allowed)
@@ -293,6 +299,7 @@ class PromptRequests:
                     if (session := prepared.session_of(number)) is not None:
                         requests.append([session.submit_generate(chosen, name, prepared.hints)])
                         continue
+                    blend, pieces = prepared.blend, prepared.pieces_of(number)
                     requests.append(
                         self.engine.submit(
                             tokens,
@@ -302,7 +309,8 @@ class PromptRequests:
                             adapter=prepared.adapter,
                             media=prepared.media_of(number),
                             hints=prepared.hints,
-                            blend=self.engine.blending.wish(prepared.blend, prepared.pieces_of(number), tokens.size),
+                            blend=None if blend is None else self.engine.blending.wish(blend, pieces, tokens.size),
+                            checked=prepared.checked[number],
                         )
                     )
             except BaseException:
@@ -328,22 +336,21 @@ class PromptRequests:
 
     def _checked(self, prepared: PreparedPrompts) -> PreparedPrompts:
         """Refuse, before anything is queued, whatever ``submit`` would refuse."""
-        checks, count = self.engine.checks, len(prepared.ids)
+        count, found = len(prepared.ids), list[CheckedPrompt | None]()
         for number, (tokens, chosen) in enumerate(zip(prepared.ids, prepared.params, strict=True)):
             with naming_prompt(number, count):
                 if (session := prepared.session_of(number)) is not None:
                     session.check_generate(chosen)
+                    found.append(None)
                     continue
-                checks.tokens(tokens, prepared.media_of(number))
-                checks.params(chosen)
-                checks.scored(tokens, chosen)
-                checks.length(tokens.size, chosen)
-                if prepared.blend is not None and chosen.prompt_logprobs is not None:
+                media, blended = prepared.media_of(number), prepared.blend is not None
+                found.append(self.engine.check(tokens, chosen, adapter=prepared.adapter, media=media, blended=blended))
+                if blended and chosen.prompt_logprobs is not None:
                     raise Unsupported(
                         "prompt_logprobs of a blended prompt: not all of its tokens run; leave one of the two out",
                         field="prompt_logprobs",
                     )
-        return prepared
+        return replace(prepared, checked=found)
 
     def _params_for(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
         if given is None or isinstance(given, SamplingParams):

@@ -49,7 +49,8 @@ def read_blend(context: Context, given: Any) -> BlendParams | None:
             raise bad_field(f"blend.{name[:60]}", f"blend may hold {', '.join(NAMES)}, got {name!r:.60}")
     with naming({"blend": "blend", **NAMES}):
         params = BlendParams(**{name: value for name, value in given.items() if value is not None})
-        return context.llm.engine.blending.checked(params)
+        context.llm.engine.blending.check(params)
+        return params
 
 
 def contents(parts: Sequence[Part]) -> list[Text]:
