@@ -49,12 +49,11 @@ from quire.kv.rules import verbs_of
 from quire.models.catalogue import resolve_adapter
 from quire.models.families import LoadedModel
 from quire.models.fingerprint import ModelIdentity, kept_formats
-from quire.sessions import blend_calibration, prompt_runs
+from quire.sessions import blend_calibration
 from quire.sessions import history as session_history
 from quire.sessions.durable import KeptSessions
-from quire.sessions.preparation import Messages as Messages
-from quire.sessions.preparation import RequestPreparation
-from quire.sessions.prompts import PromptsOrSessions
+from quire.sessions.prompts import Messages as Messages
+from quire.sessions.prompts import PromptRequests, PromptsOrSessions
 from quire.sessions.session import Session
 from quire.sessions.sources import SessionSources
 from quire.store.collection import Collected
@@ -137,7 +136,7 @@ class LLM(Uncopied):
         try:
             parts = self._parts = build(config, progress=on_terminal())
             self._engine, self._adapters = parts.engine, parts.adapters
-            self._requests = RequestPreparation(parts.engine, parts.adapters, parts.default_params)
+            self._requests = PromptRequests(parts.engine, parts.adapters, parts.default_params)
             self._sessions = SessionSources(
                 self._requests, identity=parts.identity, journal=journal, executor=lambda: self.executor
             )
@@ -199,7 +198,7 @@ class LLM(Uncopied):
         prepared = self._requests.prepare(
             prompts, sampling_params, adapter=adapter, cache_salt=cache_salt, hints=hints, blend=blend
         )
-        return prompt_runs.run(prepared, self._requests, use_tqdm)
+        return self._requests.run(prepared, use_tqdm)
 
     @uninterrupted
     def warm(
@@ -225,7 +224,7 @@ class LLM(Uncopied):
         requests of all segments end.
         """
         submitted = self._requests.prepare_warm(segments, behind=behind, adapter=adapter, cache_salt=cache_salt)()
-        return prompt_runs.warm(submitted, self._requests, use_tqdm)
+        return self._requests.warm(submitted, use_tqdm)
 
     @uninterrupted
     def calibrate_blending(
@@ -253,7 +252,7 @@ class LLM(Uncopied):
         None: on a terminal.
         """
         self._requests.require_open("calibrate_blending")
-        return prompt_runs.calibrate(self._requests, texts, probes, limits, use_tqdm)
+        return self._requests.calibrate(texts, probes, limits, use_tqdm)
 
     @property
     def blend_calibration(self) -> BlendCalibration | None:
@@ -325,7 +324,7 @@ class LLM(Uncopied):
             hints=hints,
             blend=blend,
         )
-        return prompt_runs.run(prepared, self._requests, use_tqdm)
+        return self._requests.run(prepared, use_tqdm)
 
     def beam_search(
         self,
@@ -340,7 +339,7 @@ class LLM(Uncopied):
         All prompts are checked before the first one runs. A prompt that fails later has an
         ``error``, and the others continue."""
         searches, texts = self._requests.prepare_beams(prompts, params, adapter=adapter, cache_salt=cache_salt)
-        return prompt_runs.search(searches, texts, self._requests, use_tqdm)
+        return self._requests.search(searches, texts, use_tqdm)
 
     # -- sessions ----------------------------------------------------------------------------------
 
@@ -567,7 +566,7 @@ class LLM(Uncopied):
         return self._engine
 
     @property
-    def requests(self) -> RequestPreparation:
+    def requests(self) -> PromptRequests:
         """Return the part that checks, encodes and queues requests."""
         return self._requests
 

@@ -34,7 +34,7 @@ from quire.engine.beam import BeamSearch, search
 from quire.engine.engine import Engine
 from quire.engine.request import Request
 from quire.kernels.linear.low_rank import native_low_rank
-from quire.sessions.preparation import cache_key
+from quire.sessions.prompts import cache_key
 from quire.statefile.container import read_state, to_bytes
 
 RANK = 4
@@ -744,7 +744,7 @@ def test_failed_and_cancelled_requests_leave_the_history(
     # A run over other tokens, from the middle of the base model's on, which is preempted and
     # cancelled.
     tokens = np.array([*one.tokens[:30], *random_tokens(12, seed=4)], dtype=np.int32)
-    world.engine.scheduler.limits = type(world.engine.scheduler.limits)(max_num_seqs=4, max_num_batched_tokens=4)
+    world.engine.scheduler.queues.limits = type(world.engine.scheduler.limits)(max_num_seqs=4, max_num_batched_tokens=4)
     for preempted in (False, True):
         request = world.engine.submit_run(one.session._branch, tokens)
         world.engine.step()

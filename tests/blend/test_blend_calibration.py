@@ -38,7 +38,7 @@ from quire.base.types import Step
 from quire.blend.calibration import RATIOS, TEXT_TOKENS, BlendCalibration, deviation
 from quire.blend.chunk_catalog import ChunkCatalog
 from quire.contracts.store import ObjectKind
-from quire.engine.segmented_prompts import Pieces
+from quire.engine.prompts import Pieces
 from quire.sessions import blend_calibration
 from quire.sessions.blend_calibration import ProbeRuns, probe_length, probes_of
 

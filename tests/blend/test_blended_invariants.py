@@ -20,7 +20,7 @@ from quire.base.segments import BlendParams, Segment
 from quire.blend.retriever import ChunkRetriever
 from quire.blend.rotation import KeyMove
 from quire.ops.rope import RotaryTable
-from quire.sessions.preparation import cache_key
+from quire.sessions.prompts import cache_key
 
 from .test_blending import (
     BLENDABLE,
@@ -47,7 +47,7 @@ def rows_of(llm: LLM, prompt: list[Any], blend: BlendParams | None) -> dict[int,
     """K and V of all rows, by layer, before windows let go of any."""
     engine, ids = engine_of(llm), joined(prompt)
     pieces = llm.requests.prepare([prompt], greedy(1)).pieces_of(0)
-    wish = engine.blending.wish(blend, pieces, len(ids))
+    wish = None if blend is None else engine.blending.wish(blend, pieces, len(ids))
     (request,) = engine.submit(np.array(ids), greedy(2), key=cache_key(None), blend=wish)
     while request.branch.computed < len(ids):
         engine.step()

@@ -44,7 +44,7 @@ from quire.engine import prompt_blend
 from quire.engine.blending import Blending
 from quire.engine.prompt_blend import PromptBlend
 from quire.ops.rope import RotaryTable
-from quire.sessions.preparation import cache_key
+from quire.sessions.prompts import cache_key
 
 COUNT = 6
 DOCUMENTS = [random_tokens(length, seed=40 + length) for length in (40, 33, 52, 24)]

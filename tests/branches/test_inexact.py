@@ -21,7 +21,7 @@ from quire.branches.branch import Origin
 from quire.cli.inspection import facts_of, print_description
 from quire.contracts.executor import PrefillInput
 from quire.kv import layer_memory
-from quire.sessions.preparation import cache_key
+from quire.sessions.prompts import cache_key
 
 from .test_stored_state import check_store, force, kept, memory_of, squeeze
 

@@ -40,7 +40,7 @@ from quire.contracts.store import ObjectKind
 from quire.engine.request import RequestBranch
 from quire.engine.request_outputs import request_output
 from quire.kv.recurrent import bytes_per_state
-from quire.sessions.preparation import cache_key
+from quire.sessions.prompts import cache_key
 from quire.store.memory import MemoryTier
 from quire.store.stack import Store
 
@@ -873,7 +873,7 @@ def test_cancelled_sessions_keep_what_fits_them(make_llm: MakeLLM, llama: Checkp
     # A run that is cancelled is undone.
     with engine.lock:
         request = engine.submit_run(session._branch, np.array(session.tokens + [7] * 40, dtype=np.int32))
-    engine.scheduler.limits = type(engine.scheduler.limits)(max_num_seqs=8, max_num_batched_tokens=16)
+    engine.scheduler.queues.limits = type(engine.scheduler.limits)(max_num_seqs=8, max_num_batched_tokens=16)
     engine.step()
     engine.scheduler.preempt(request)
     engine.end([request])

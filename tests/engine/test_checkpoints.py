@@ -461,21 +461,22 @@ def states_free(llm: LLM) -> int:
 
 def test_many_alike_prompts_are_queued_quickly(make_llm: MakeLLM, hybrid: Checkpoint, monkeypatch: Any) -> None:
     """Comparisons grow with the number of prompts and not with its square."""
-    from quire.engine import branch_points
+    from quire.engine import checkpoints
 
     llm = make_llm(hybrid, kv_cache_memory="4MiB")
     counted = [0]
-    compare = branch_points.common_prefix
+    compare = checkpoints.common_prefix
 
     def counting(*given: Any) -> int:
         counted[0] += 1
         return compare(*given)
 
-    monkeypatch.setattr(branch_points, "common_prefix", counting)
+    monkeypatch.setattr(checkpoints, "common_prefix", counting)
     engine = engine_of(llm)
     begin = random_tokens(40)
     for seed in range(100):
         engine.submit(np.array([*begin, *random_tokens(5, seed=seed)]), greedy(1))
-    assert counted[0] <= 100 * branch_points.COMPARED
+    assert counted[0] <= 100 * checkpoints.COMPARED
     engine.fail_all(FailedPrecondition("enough"))
-    assert not engine.scheduler._branch_points
+    assert engine.checkpoints is not None
+    assert not engine.checkpoints.branch_points

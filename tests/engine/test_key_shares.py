@@ -10,9 +10,8 @@ from tests.small_llms import Checkpoint, MakeLLM, check, engine_of, greedy, rand
 
 from quire import LLM
 from quire.base.caller_context import Caller, on_behalf_of
-from quire.engine.key_shares import KeyShares
 from quire.engine.request import Request, Status
-from quire.engine.request_queues import LAG
+from quire.engine.request_queues import LAG, KeyShares
 from quire.engine.scheduler import HEADROOM, OVERTAKING
 
 from .made_requests import QuestionToTiers

@@ -15,7 +15,7 @@ from quire.base.errors import Cancelled, FailedPrecondition, NotFound
 from quire.channels.pair import channel_pair
 from quire.engine.handover import IncomingPrompts, send_prompt
 from quire.runner.reclaim import ReclaimKind
-from quire.sessions.preparation import cache_key
+from quire.sessions.prompts import cache_key
 
 KEY = cache_key(None)
 

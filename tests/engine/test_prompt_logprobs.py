@@ -12,9 +12,9 @@ from tests.small_llms import TOLERANCE, VOCAB, Checkpoint, MakeLLM, check, engin
 
 from quire import LLM, FailedPrecondition, InvalidArgument, SamplingParams
 from quire.base.outputs import Logprob, RequestOutput
-from quire.engine.prompt_logprobs import PromptLogprobs
 from quire.engine.request_outputs import request_output
 from quire.engine.step_builder import ALL_LOGITS_CHUNK
+from quire.sampling.token_logprobs import PromptLogprobs
 
 PROMPT = random_tokens(40)
 

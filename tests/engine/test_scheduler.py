@@ -296,7 +296,7 @@ def test_waiting_requests_with_state_give_it_up() -> None:
     waiting = made_request(range(9), seq=77, computed=8)
     world.pages.apply(Add(77))
     world.pages.held[77], world.pages.lengths[77] = [object(), object()], 8
-    world.scheduler.limits = Limits(max_num_seqs=1, max_num_batched_tokens=64)
+    world.scheduler.queues.limits = Limits(max_num_seqs=1, max_num_batched_tokens=64)
     world.scheduler.submit(waiting)
     for _ in range(4):
         world.step()

@@ -21,7 +21,7 @@ MUTANTS = (
     ),
     Mutant(
         name="written-states-run-again",
-        file="branches/replay_needs.py",
+        file="branches/owner.py",
         old="    if branch.modified:\n",
         new="    if False:\n",
         tests=("engine/test_bridge.py::test_a_written_recurrent_state_is_not_run_again_by_the_executor",),
@@ -112,7 +112,7 @@ MUTANTS = (
     ),
     Mutant(
         name="penalties-count-embeddings",
-        file="engine/sample_outputs.py",
+        file="engine/sampling_step.py",
         old="spoken = tokens.ids[tokens.ids >= 0]",
         new="spoken = tokens.ids",
         tests=("engine/test_media.py::test_samples_penalties_and_what_a_caller_does_afterwards",),

@@ -103,8 +103,8 @@ PROGRESS = (
     Mutant(
         name="bars-in-pipes",
         file="engine/progress_bars.py",
-        old="show = sys.stderr.isatty() and (len(requests) > 1",
-        new="show = (len(requests) > 1",
+        old="if show is None and on_terminal():",
+        new="if show is None:",
         tests=("engine/test_progress.py::test_nothing_is_shown_where_nobody_looks",),
     ),
     Mutant(

@@ -21,7 +21,7 @@ MUTANTS = (
     ),
     Mutant(
         name="chats-without-their-salt",
-        file="sessions/preparation.py",
+        file="sessions/prompts.py",
         old="key = cache_key(cache_salt)\n        return",
         new="key = cache_key(None)\n        return",
         tests=("async_llm/test_async.py::test_chats",),

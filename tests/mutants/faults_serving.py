@@ -73,9 +73,9 @@ INTERRUPTS = (
     ),
     Mutant(
         name="submitted-and-interrupted",
-        file="sessions/prompt_runs.py",
-        old="    with SHIELD:\n        engine = ",
-        new="    if True:\n        engine = ",
+        file="sessions/prompts.py",
+        old="        with SHIELD:\n            submitted: ",
+        new="        if True:\n            submitted: ",
         tests=("engine/test_interrupts.py::test_a_sample_of_all_lines",),
     ),
     Mutant(

@@ -608,7 +608,7 @@ def test_cancel_from_another_thread(small: LLM, monkeypatch: pytest.MonkeyPatch)
     assert len(output.token_ids) == 3
     assert len(session) == 13
     steps.clear()
-    engine.scheduler.limits = type(engine.scheduler.limits)(max_num_seqs=8, max_num_batched_tokens=4)
+    engine.scheduler.queues.limits = type(engine.scheduler.limits)(max_num_seqs=8, max_num_batched_tokens=4)
     with pytest.raises(Cancelled):
         session.append(random_tokens(50))
     assert len(session) == 13

@@ -20,13 +20,13 @@ from quire.base.errors import QuireError, ResourceExhausted
 from quire.base.media import Media
 from quire.base.metrics import EngineMetrics
 from quire.base.outputs import Miss
-from quire.base.types import AdapterRuns, DropCheckpoint, Edit, Fork, Overwrite, Pop, Remove, SeqId
+from quire.base.types import AdapterRuns, DropCheckpoint, Edit, Fork, Overwrite, Pop, Remove, SeqId, Step
 from quire.branches import spare_states
 from quire.branches.branch import COMPUTED, Branch
 from quire.branches.owner import BranchOwner
 from quire.branches.prefix_cache import LOOKED_AT, RadixCache
 from quire.branches.session_branch import SessionBranch
-from quire.branches.tiers import Tier
+from quire.branches.stored_state import StoredState
 from quire.runner.local import Runner
 
 AHEAD = 4
@@ -44,7 +44,7 @@ def media_of(session: SessionBranch, tokens: NDArray[np.int64], media: Media) ->
 class SessionBranches(BranchOwner):
     """The branches of all sessions of one engine, beside the prefix cache of the same pool."""
 
-    def __init__(self, runner: Runner, *, cache: RadixCache | None, tier: Tier, metrics: EngineMetrics) -> None:
+    def __init__(self, runner: Runner, *, cache: RadixCache | None, tier: StoredState, metrics: EngineMetrics) -> None:
         self._runner = runner
         self.cache = cache
         self.tier = tier
@@ -61,7 +61,8 @@ class SessionBranches(BranchOwner):
         return self._runner
 
     def apply(self, *edits: Edit) -> None:
-        state = self.state
+        """Execute edits one after the other, and count them."""
+        state = self._runner.state
         for edit in edits:
             if isinstance(edit, Remove):
                 self.tier.drop(edit.seq)
@@ -70,7 +71,7 @@ class SessionBranches(BranchOwner):
                 length = state.sequence_length(seq)
                 position = edit.pos if isinstance(edit, Fork) else length - edit.n
                 self.metrics.checkpoints_used.inc(0 < position < length)
-            BranchOwner.apply(self, edit)
+            self._runner.execute(Step(edits=(edit,)))
             if isinstance(edit, Fork):
                 self.metrics.forks.inc()
 

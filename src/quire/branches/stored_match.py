@@ -26,7 +26,7 @@ class Question:
     chain: Chain
     answer: Future[list[dict[ObjectKey, str]]]
     held: int | None = None
-    """Number of tokens in the tiers, computed once by ``Tier.held``; None: not yet."""
+    """Number of tokens in the tiers, computed once by ``StoredState.held``; None: not yet."""
 
     @property
     def is_answered(self) -> bool:

@@ -1,4 +1,6 @@
-"""``StoredState``: the tier over a store, which finds state by tokens (``docs/store.md``).
+"""``StoredState``: the state of branches outside of the pool, in a store (``docs/store.md``).
+
+State is found by tokens, so no branch owns it there; missing state is computed again.
 
 A branch's objects are the rows of its runs of tokens and the stops on the way. ``save`` copies
 state out before the pool evicts it, ``keep`` writes on a thread the objects that durable tiers
@@ -14,6 +16,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -32,7 +35,6 @@ from quire.branches.object_writer import ObjectWriter, WriteJob
 from quire.branches.state_keys import StateKeys
 from quire.branches.state_loads import LoadFailed, StateLoad, StateLoader, WholeLoad
 from quire.branches.stored_match import Match, Question, find_match
-from quire.branches.tiers import Brought
 from quire.contracts.kv_state import Export, TensorPlan
 from quire.contracts.store import ObjectKey, ObjectKind
 from quire.kv.sequencefile import with_groups
@@ -55,6 +57,17 @@ LEAST = 32
 """Least number of tokens that tiers must have beyond the pool for a load."""
 
 
+@dataclass(frozen=True, slots=True)
+class Brought:
+    """The result of ``StoredState.bring``."""
+
+    by_tier: Mapping[str, int] = field(default_factory=dict)
+    """Number of tokens by the kind of their tier."""
+    miss: Miss = Miss.NONE
+    """The reason why none of the ``length`` stored tokens is loaded."""
+    length: int = 0
+
+
 class StoredState:
     """See the module. ``store`` None: nothing is kept outside of the pool."""
 
@@ -70,11 +83,16 @@ class StoredState:
         self.is_worth: Callable[[float, dict[str, int]], bool] = self.costs.is_worth
         self._writer: ObjectWriter | None = None
         self.forks: set[SeqId] = set()
-        """Forks that are kept until their state is written."""
+        """The forks that are kept until they are written, or until ``drop_pending_writes`` gives
+        them up."""
         self.ahead: dict[SeqId, int] = {}
+        """The sequences that were saved ahead of an eviction, with their lengths then. Callers
+        write it."""
         self._loader: StateLoader | None = None
         self._loads: dict[SeqId, StateLoad] = {}
         self.open: Collection[SeqId] = self._loads.keys()
+        """The sequences with a load that is running, or ended and not yet passed to
+        ``finish_load``."""
 
     def _is_kept(self, branch: Branch) -> bool:
         """Return True if a branch's state may be found by its tokens. A branch that is exact in
@@ -84,7 +102,8 @@ class StoredState:
     # -- writing -----------------------------------------------------------------------------------
 
     def save(self, branch: Branch) -> bool:
-        """See ``Tier``."""
+        """Copy out the state that a branch is about to lose, if that is worth it and fits. Return
+        True if it can be loaded again."""
         if branch.seq is None or self.is_coming(branch.seq) or not self._is_kept(branch):
             return False
         if (branch.tokens.ids[: branch.computed] == UNKNOWN).any():
@@ -94,7 +113,8 @@ class StoredState:
     def save_prefix(
         self, seq: SeqId, ids_T: Ids, runs: FingerprintRuns, salt: Hashable, *, ahead: bool = False
     ) -> bool:
-        """See ``Tier``."""
+        """As ``save``, for a sequence of the prefix cache. ``ahead``: copy in the background,
+        because it may be evicted soon."""
         if self.store is None or self.keys.layout.refusal:
             return False
         return self._save(seq, self.keys.chain(ids_T, runs, salt), again=True, ahead=ahead)
@@ -198,7 +218,8 @@ class StoredState:
         )
 
     def keep(self, branch: Branch, *, again: bool = False) -> None:
-        """See ``Tier``."""
+        """Write a branch's state to durable tiers, if there are any, in the background. ``again``:
+        prompts may consist of the same tokens, so that the last one runs again."""
         store, seq = self.store, branch.seq
         if (
             store is None
@@ -261,7 +282,7 @@ class StoredState:
         return bool(done)
 
     def drop_pending_writes(self) -> bool:
-        """See ``Tier``."""
+        """Give up forks that wait to be written; return False if there were none."""
         return self._bury() or self._bury(cancel=self._holds_pages)
 
     def _holds_pages(self, job: WriteJob) -> bool:
@@ -272,7 +293,8 @@ class StoredState:
     # -- finding -----------------------------------------------------------------------------------
 
     def ask(self, branch: Branch) -> Question | None:
-        """See ``Tier``."""
+        """Query the tiers for a branch's tokens; return the query, or None if nothing can be
+        stored."""
         # In this order: a short prompt needs no layout, which the first access makes.
         if len(branch.tokens) <= self.least or not self._is_kept(branch) or (branch.tokens.ids == UNKNOWN).any():
             return None
@@ -285,14 +307,15 @@ class StoredState:
         return find_match(question, self.keys.layout, memory, limit, whole=whole)
 
     def held(self, question: Question, limit: int) -> int:
-        """See ``Tier``."""
+        """Return the number of stored tokens, at most ``limit``; 0 until the query is answered. It
+        is computed once for each query."""
         if question.held is None and question.is_answered:
             match = self._match(question, limit)
             question.held = 0 if match is None else match.length
         return question.held or 0
 
     def reach(self, branch: Branch, length: int) -> int:
-        """See ``Tier``."""
+        """Return the number of a branch's first ``length`` tokens that could be loaded."""
         if not self._is_kept(branch) or length < self.least:
             return 0
         assert self.store is not None
@@ -304,7 +327,9 @@ class StoredState:
     # -- loading -----------------------------------------------------------------------------------
 
     def bring(self, branch: Branch, question: Question, limit: int) -> Brought:
-        """See ``Tier``."""
+        """Begin to load at most ``limit`` tokens, if the tiers have more than are computed and
+        loading beats computing. Then the branch has another ``seq``, of ``computed`` tokens; a
+        forward may run after it if its step awaits the sequence."""
         match = self._match(question, limit, whole=branch.window is not None) if limit > 0 else None
         computed = branch.computed
         if match is None or match.length < computed + self.least:
@@ -388,12 +413,13 @@ class StoredState:
         )
 
     def is_coming(self, seq: SeqId | None) -> bool:
-        """See ``Tier``."""
+        """Return True if a load of the sequence is still running."""
         loading = self._loads.get(seq) if self._loads and seq is not None else None
         return loading is not None and not loading.ended
 
     def is_near(self, seq: SeqId | None) -> bool:
-        """See ``Tier``."""
+        """Return True if a load of the sequence is running and all its objects are local, so that a
+        forward may follow it."""
         loading = self._loads.get(seq) if seq is not None else None
         return loading is not None and loading.is_near and not loading.ended
 
@@ -403,7 +429,8 @@ class StoredState:
             loading.wait_until_near(seconds)
 
     def finish_load(self, branch: Branch) -> Miss:
-        """See ``Tier``."""
+        """End the load of a branch. On a failure return its reason; then the branch has no
+        sequence, and ``computed`` is 0."""
         loading = None if branch.seq is None else self._ended(branch.seq)
         if loading is None:
             return Miss.NONE
@@ -427,7 +454,7 @@ class StoredState:
         return Miss.NONE
 
     def drop(self, seq: SeqId) -> None:
-        """See ``Tier``."""
+        """End the load of a sequence that is about to be removed."""
         self.ahead.pop(seq, None)
         self._ended(seq)
 
@@ -441,11 +468,12 @@ class StoredState:
     # -- reports and the end -----------------------------------------------------------------------
 
     def ran(self, num_tokens: int, num_chunks: int, seconds: float, *, waited: bool) -> None:
-        """See ``Tier``."""
+        """Record the time of a step, by which ``save`` and ``bring`` decide. ``waited``: its
+        results were waited for, so that the device is not still busy with it."""
         self.costs.ran(num_tokens, num_chunks, seconds, waited=waited)
 
     def snapshot(self) -> dict[str, float]:
-        """See ``Tier``."""
+        """Return its metrics by name."""
         return self.metrics.snapshot() | ({} if self.store is None else self.store.snapshot())
 
     def forget(self) -> None:

@@ -10,7 +10,6 @@ from quire.base.finalizers import FinalizerQueue
 from quire.base.interrupts import Lock
 from quire.base.metrics import EngineMetrics
 from quire.base.speculation import Speculation
-from quire.branches.past_prefixes import PastPrefixes
 from quire.branches.prefix_cache import RadixCache
 from quire.branches.session_branches import SessionBranches
 from quire.branches.stored_state import StoredState
@@ -22,14 +21,13 @@ from quire.engine.drafts import Drafts
 from quire.engine.engine import Engine
 from quire.engine.exact import ExactWindows, window_size
 from quire.engine.in_flight import InFlightSteps
-from quire.engine.miss_search import MissSearch
+from quire.engine.miss_search import MissSearch, PastPrefixes
 from quire.engine.pins import Pins, PrefixPins
 from quire.engine.reclaim import EngineReclaim, EngineSequences
 from quire.engine.request_checks import RequestChecks
 from quire.engine.request_queues import RequestQueues
 from quire.engine.requests import Requests
-from quire.engine.sample_outputs import SampleOutputs
-from quire.engine.sampling_step import SamplingStep
+from quire.engine.sampling_step import SampleOutputs, SamplingStep
 from quire.engine.scheduler import Scheduler
 from quire.engine.step_builder import Limits
 from quire.engine.steps import EngineSteps

@@ -14,6 +14,7 @@ from quire.base.metrics import EngineMetrics
 from quire.base.token_history import Ids, TokenHistory
 from quire.base.types import BASE
 from quire.engine.blending import Blending, chunks_of
+from quire.engine.prompt_blend import PromptBlend
 from quire.engine.request import BACKGROUND, AskedFor, Output, Request, RequestBranch, Seat
 from quire.engine.request_checks import RequestChecks
 from quire.engine.requests import Requests, owner_of
@@ -80,10 +81,10 @@ class BlendRuns:
             raise
         return found
 
-    def keep_chunks(self, request: Request) -> None:
+    def keep_chunks(self, request: Request, blend: PromptBlend) -> None:
         """Have chunks of a prompt's segments that are not kept computed, when nothing else runs."""
-        branch, blend = request.branch, request.branch.blend
-        if blend is None or not blend.params.keep:
+        branch = request.branch
+        if not blend.params.keep:
             return
         lead, adapter = self.blending.lead_of(branch.tokens.ids[: blend.length]), next(iter(branch.runs.ids), None)
         for ids in self.blending.missing(request, blend):
@@ -93,11 +94,11 @@ class BlendRuns:
                 logger.debug("a chunk of %d tokens is not kept: %s", ids.size, error)
                 return
 
-    def verify(self, request: Request, logits_V: Tensor) -> None:
+    def verify(self, request: Request, blend: PromptBlend, logits_V: Tensor) -> None:
         """Queue the full computation of a blended prompt that gave these logits, if it is this
         prompt's turn. What they are off goes into its report, and into the metrics."""
-        branch, blend = request.branch, request.branch.blend
-        if blend is None or branch.origin.exact or not self.blending.is_verified(blend):
+        branch = request.branch
+        if branch.origin.exact or not self.blending.is_verified(blend):
             return
         found_V, ids = logits_V.double().log_softmax(-1), branch.tokens.ids[: request.asked.num_prompt].copy()
 

@@ -44,7 +44,7 @@ from quire.contracts.layers import KeyValueAttention
 from quire.contracts.model import num_blocks
 from quire.contracts.store import ObjectKey
 from quire.engine.prompt_blend import PromptBlend
-from quire.engine.segmented_prompts import Pieces
+from quire.engine.prompts import Pieces
 from quire.kv.rule_table import blending_refusal
 from quire.kv.windows import intersection
 from quire.runner.local import Runner
@@ -169,11 +169,8 @@ class Blending:
             self._refusal = blend_refusal(self._runner)
         return self._refusal
 
-    def checked(self, params: object) -> BlendParams | None:
-        """Return the parameters of a call; ``InvalidArgument`` for anything else, ``Unsupported``
-        for a model that cannot be blended."""
-        if params is None:
-            return None
+    def check(self, params: object) -> None:
+        """Check the parameters of a call. ``Unsupported`` for a model that cannot be blended."""
         if not isinstance(params, BlendParams):
             raise InvalidArgument(field="blend", given=params, allowed="BlendParams or None")
         self.require()
@@ -183,7 +180,6 @@ class Blending:
                 "ratio needs none",
                 field="target",
             )
-        return params
 
     @property
     def check_layer(self) -> int:
@@ -231,10 +227,8 @@ class Blending:
         admitted."""
         self.catalog.ask(self._keys(salt, adapter, self.lead_of(ids_S)).parent)
 
-    def wish(self, params: BlendParams | None, pieces: Pieces, length: int) -> PromptBlend | None:
-        """Return the blending wished for a request of ``length`` tokens; None: none."""
-        if params is None:
-            return None
+    def wish(self, params: BlendParams, pieces: Pieces, length: int) -> PromptBlend:
+        """Return the blending wished for a request of ``length`` tokens."""
         ratio = self._ratio(params)
         self._warn(self.warning)
         if isinstance(ratio, str):
@@ -484,9 +478,7 @@ class Blending:
     # -- steps -------------------------------------------------------------------------------------
 
     def inputs(self, scheduled: ScheduledStep) -> BlendInputs | None:
-        """Return the blending of a step; None: none."""
-        if all(one.branch.blend is None for one in scheduled.requests):
-            return None
+        """Return the blending of a step with prompts to be blended; None: these tokens are not."""
         chunks = tuple(
             None if work.blend is None else work.blend.chunk(work.computed, len(chunk.tokens))
             for work, chunk in zip((one.branch for one in scheduled.requests), scheduled.step.chunks, strict=True)

@@ -15,14 +15,23 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Protocol
 
+from quire.base.token_history import common_prefix
 from quire.base.types import DropCheckpoint, Edit, SeqId
 from quire.engine.request import Request
 
 if TYPE_CHECKING:
     from quire.contracts.kv_state import ModelState
+
+
+LEAST = 32
+"""Tokens that two prompts have in common at least."""
+
+COMPARED = 16
+"""Prompts with the same beginning, of those that arrived last, with which a new one is compared."""
 
 
 class AgedSequences(Protocol):
@@ -42,15 +51,11 @@ class Checkpoints:
     """The decision which states are kept. ``interval``: tokens between two; 0: only where prompts
     branch."""
 
-    def __init__(
-        self,
-        state: ModelState,
-        interval: int,
-        sequences: AgedSequences,
-    ) -> None:
+    def __init__(self, state: ModelState, interval: int, sequences: AgedSequences) -> None:
         self._state = state
         self.interval = interval
         self._sequences = sequences
+        self.branch_points = BranchPoints()
         self.num_dropped = 0
 
     def wishes(self, requests: Sequence[Request], counts: Sequence[int]) -> list[tuple[int, ...]]:
@@ -168,3 +173,43 @@ class Victims:
                 self._kept[seq].remove(position)
             return self._held[slot]
         return []
+
+
+class BranchPoints:
+    """The requests under way, by their keys and first tokens. They tell at which positions running
+    prompts diverge."""
+
+    def __init__(self) -> None:
+        self._alike: dict[tuple[Hashable, bytes], dict[Request, None]] = {}
+        """In order of arrival."""
+
+    def __len__(self) -> int:
+        """Return the number of different beginnings."""
+        return len(self._alike)
+
+    def note(self, request: Request) -> None:
+        """Note the positions of states to keep for a new request: its branch points with others,
+        and the position before its last token, which a request of the same tokens runs again
+        (without logits: its end)."""
+        request.seat.branch_points.add(len(request.branch.tokens) - (request.output.wants != "none"))
+        if not request.branch.cacheable or len(request.branch.tokens) <= LEAST:
+            return
+        alike = self._alike.setdefault(_name(request), {})
+        for other in islice(reversed(alike), COMPARED):
+            common = common_prefix(request.branch.tokens.ids, other.branch.tokens.ids)
+            common = min(common, len(request.branch.tokens) - 1, len(other.branch.tokens) - 1)
+            if common >= LEAST:
+                other.seat.branch_points.add(common)
+                request.seat.branch_points.add(common)
+        alike[request] = None
+
+    def forget(self, request: Request) -> None:
+        """Forget a request that has ended."""
+        alike = self._alike.get(_name(request), {})
+        alike.pop(request, None)
+        if not alike:
+            self._alike.pop(_name(request), None)
+
+
+def _name(request: Request) -> tuple[Hashable, bytes]:
+    return request.branch.key, request.branch.tokens.ids[:LEAST].tobytes()

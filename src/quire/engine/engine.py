@@ -27,7 +27,6 @@ from quire.base.metrics import EngineMetrics
 from quire.base.sampling_params import SamplingParams
 from quire.base.token_history import Ids, TokenHistory
 from quire.base.types import BASE
-from quire.branches.past_prefixes import PastPrefixes
 from quire.branches.prefix_cache import RadixCache
 from quire.branches.session_branch import SessionBranch
 from quire.branches.session_branches import SessionBranches, media_of
@@ -37,10 +36,10 @@ from quire.engine.blend_runs import BlendRuns
 from quire.engine.blending import Blending
 from quire.engine.checkpoints import Checkpoints
 from quire.engine.exact import ExactWindows, exact_key
+from quire.engine.miss_search import PastPrefixes
 from quire.engine.page_use import OWNERS, PageUse, page_use
 from quire.engine.pins import Pins, PrefixPins
 from quire.engine.prompt_blend import PromptBlend
-from quire.engine.prompt_logprobs import PromptLogprobs
 from quire.engine.reclaim import EngineReclaim
 from quire.engine.request import (
     BACKGROUND,
@@ -54,13 +53,13 @@ from quire.engine.request import (
 )
 from quire.engine.request_checks import RequestChecks
 from quire.engine.requests import Requests, owner_of
-from quire.engine.sample_outputs import SampleOutputs
-from quire.engine.sampling_step import SamplingStep
+from quire.engine.sampling_step import SampleOutputs, SamplingStep
 from quire.engine.scheduler import Scheduler
 from quire.engine.steps import EngineSteps
 from quire.engine.timeline import Timeline
 from quire.grammars.grammars import Grammars
 from quire.runner.local import Runner
+from quire.sampling.token_logprobs import PromptLogprobs
 from quire.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("quire.engine")
@@ -69,6 +68,16 @@ CLOSE_SECONDS = 10.0
 """How long a closing engine waits for state to become durable."""
 ENDLESS = 2**31 - 1
 """Tokens of a sequence that nothing else limits."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedPrompt:
+    """The result of the checks of a prompt, which hold as long as the engine lives."""
+
+    limit: int
+    """Length at which its sequences end."""
+    windows: bool
+    """Whether its tokens are verified by windows (``engine.exact``)."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -112,12 +121,29 @@ class Engine:
 
     # -- requests ----------------------------------------------------------------------------------
 
-    def checks_of(self, session: SessionBranch | None) -> RequestChecks:
+    def checks_of(self, session: SessionBranch) -> RequestChecks:
         """Return the limits for a session's tokens. With a window neither the context nor the pool
         ends them, if the model rotates keys (of rotations only differences count)."""
-        if session is None or session.window is None or not self.runner.state.endless:
+        if session.window is None or not self.runner.state.endless:
             return self.checks
         return replace(self.checks, max_model_len=ENDLESS, pool_tokens=ENDLESS)
+
+    def check(
+        self,
+        tokens: NDArray[np.int64],
+        params: SamplingParams,
+        *,
+        adapter: int | None = None,
+        media: Media = NO_MEDIA,
+        blended: bool = False,
+    ) -> CheckedPrompt:
+        """Check a prompt without a session. The arguments and errors are those of ``submit``."""
+        self.checks.tokens(tokens, media)
+        self.checks.params(params)
+        self.checks.scored(tokens, params)
+        limit = self.checks.length(tokens.size, params)
+        windows = params.exact and self.exact.has_windows(params, tokens, None, adapter=adapter, blended=blended)
+        return CheckedPrompt(limit, windows)
 
     def submit(
         self,
@@ -131,6 +157,7 @@ class Engine:
         media: Media = NO_MEDIA,
         hints: CacheHints = NO_HINTS,
         blend: PromptBlend | None = None,
+        checked: CheckedPrompt | None = None,
     ) -> list[Request]:
         """Queue a prompt; return one ``Request`` per sample.
 
@@ -139,6 +166,7 @@ class Engine:
         same salt and adapters share cached prefixes. ``adapter`` is the id of a loaded adapter for
         all tokens. A session has both. ``media`` holds the embeddings of ids below 0; embeddings of
         a session's own tokens are known. ``blend``: how cached state of its segments is used.
+        ``checked``: the result of ``check`` for these arguments.
 
         Everything is checked here: ``InvalidArgument``, ``ResourceExhausted`` (never fits),
         ``Unsupported``, ``NotFound``, ``FailedPrecondition`` (an embedding that must run is gone),
@@ -147,20 +175,23 @@ class Engine:
         if session is not None and adapter is not None:
             raise InvalidArgument(f"adapter {adapter} and a session, which has its own; give None", field="adapter")
         if session is None:
-            self.checks.tokens(tokens, media)
+            checked = checked or self.check(tokens, params, adapter=adapter, media=media, blended=blend is not None)
+            limit, windows = checked.limit, checked.windows
         else:
             self.checks.history(tokens)
             media = media_of(session, tokens, media)
-        self.checks.params(params, in_session=session is not None)
-        windows = self.exact.has_windows(params, tokens, session, adapter=adapter, blended=blend is not None)
-        self.checks.scored(tokens, params)
-        if params.prompt_logprobs is not None and session is not None and session.modified:
-            raise FailedPrecondition(
-                "prompt_logprobs run all tokens of a session again, and a state that set_kv wrote into cannot be computed "
-                "again; ask for them before set_kv",
-                field="prompt_logprobs",
+            self.checks.params(params, in_session=True)
+            windows = params.exact and self.exact.has_windows(
+                params, tokens, session, adapter=None, blended=blend is not None
             )
-        limit = self.checks_of(session).length(tokens.size, params)
+            self.checks.scored(tokens, params)
+            limit = self.checks_of(session).length(tokens.size, params)
+            if params.prompt_logprobs is not None and session.modified:
+                raise FailedPrecondition(
+                    "prompt_logprobs run all tokens of a session again, and a state that set_kv wrote into cannot be "
+                    "computed again; ask for them before set_kv",
+                    field="prompt_logprobs",
+                )
         with self.lock:
             self.runner.adapters.check([adapter])
             if session is not None:
@@ -364,7 +395,7 @@ class Engine:
                     # The closing thread waits for the lock, which this loop would keep taking.
                     self.end(waiting)
                     return
-                self.step()
+                self.stepper.step()
                 if on_step is not None:
                     on_step()
                 check()

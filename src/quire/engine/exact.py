@@ -113,10 +113,8 @@ class ExactWindows:
         adapter: int | None,
         blended: bool,
     ) -> bool:
-        """Return whether a new request has windows: an exact one does, unless its rows depend on no
+        """Return whether a new exact request has windows: it does, unless its rows depend on no
         others. ``Unsupported`` or ``FailedPrecondition`` where its tokens cannot be exact."""
-        if not params.exact:
-            return False
         runs = BASE.then(0, adapter) if session is None else session.runs.then(len(session.tokens), session.adapter)
         windows = bool(self.dependence) or runs != BASE
         reason = ""
@@ -139,10 +137,6 @@ class ExactWindows:
                 "exact: the session's state was written into by set_kv, and is not what its tokens give", field="exact"
             )
         return windows
-
-    @property
-    def has_any(self) -> bool:
-        return any(one.asked.exact for one in self.scheduler.running)
 
     def next(self) -> Request | None:
         """Return the request whose window is full, in turns, and begin guesses of the others."""

@@ -6,7 +6,6 @@ than ``DELAY``.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -33,17 +32,11 @@ def is_wanted(use_tqdm: bool | None) -> bool:
 class GenerationBar:
     """A bar of answered prompts; while prompts run, also their processed tokens."""
 
-    def __init__(self, requests: Sequence[Sequence[Request]], *, show: bool | None, step_tokens: int) -> None:
-        """Watch ``requests``, the samples of each prompt.
-
-        ``show`` None: on a terminal, for several prompts or more than ``step_tokens`` tokens.
-        """
+    def __init__(self, requests: Sequence[Sequence[Request]]) -> None:
+        """Watch ``requests``, the samples of each prompt."""
         self._requests = requests
         self._total = sum(samples[0].asked.num_prompt for samples in requests)
-        if show is None and on_terminal():
-            show = sys.stderr.isatty() and (len(requests) > 1 or self._total > step_tokens)
-        self.shown = bool(show)
-        self._bar = Bar(total=len(requests), desc="Generating", unit="prompt", disable=not show)
+        self._bar = Bar(total=len(requests), desc="Generating", unit="prompt")
         self._said: str | None = None
         self._began: tuple[float, int] | None = None
         """The time of the first estimate, and the number of tokens done by then."""
@@ -114,10 +107,19 @@ def generation_bar(
     engine: Engine, prompts: Sequence[Sequence[Request]], use_tqdm: bool | None
 ) -> Iterator[Callable[[], None] | None]:
     """Show a ``GenerationBar`` of prompts that run in the block. Give the function to be called
-    after each step; None: nothing is shown."""
-    step_tokens = engine.scheduler.limits.max_num_batched_tokens
-    with closing(GenerationBar(prompts, show=use_tqdm, step_tokens=step_tokens)) as bar:
-        yield bar.advance if bar.shown else None
+    after each step; None: nothing is shown.
+
+    ``use_tqdm`` None: on a terminal, for several prompts or for more tokens than a step has.
+    """
+    show = use_tqdm
+    if show is None and on_terminal():
+        tokens = sum(samples[0].asked.num_prompt for samples in prompts)
+        show = len(prompts) > 1 or tokens > engine.scheduler.limits.max_num_batched_tokens
+    if not show:
+        yield None
+        return
+    with closing(GenerationBar(prompts)) as bar:
+        yield bar.advance
 
 
 def prompt_pieces(tokens: Sequence[int], step_tokens: int) -> Generator[Sequence[int], None, None]:

@@ -18,7 +18,7 @@ from quire.blend.given_parts import RetrievedRows
 from quire.blend.row_sources import RowSources
 from quire.blend.rows_task import RowsTask
 from quire.branches.branch import Branch
-from quire.engine.segmented_prompts import Pieces
+from quire.engine.prompts import Pieces
 
 MOST_ASKING = 1 / 3
 """Part of a step's tokens up to which the rows that must run do so twice, the first time to tell

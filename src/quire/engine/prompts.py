@@ -1,12 +1,14 @@
-"""Prompts as users give them: text or token ids, perhaps with embeddings at placeholders.
+"""Prompts as users give them: text or token ids, perhaps with embeddings at placeholders or made of
+segments.
 
 Letters: S tokens of a prompt; M rows of embeddings; E model width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -32,6 +34,48 @@ SegmentedPrompt: TypeAlias = Sequence[Segment | Text]
 """A list with a ``Segment`` in it: segments, and pieces of text or token ids between them."""
 Prompt: TypeAlias = Text | EmbedsPrompt | SegmentedPrompt
 Prompts: TypeAlias = Prompt | Sequence[Prompt]
+
+
+Encode: TypeAlias = Callable[[Text, bool], NDArray[np.int64]]
+"""Returns the ids of a text, with the tokens that begin a prompt or without them, or of ids."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """The pieces of a prompt."""
+
+    offsets: tuple[int, ...] = ()
+    """Where the second, third, ... piece begins."""
+    marked: tuple[tuple[int, int], ...] = ()
+    """First token, and the one behind the last, of each segment that is worth keeping."""
+    unplaced: tuple[str, ...] = ()
+    """Paths of marked texts of messages that are no segments (``Blend.unplaced``)."""
+
+    def question(self, length: int) -> int:
+        """Return the start of the last piece, whose tokens always run; for one piece ``length``."""
+        return self.offsets[-1] if self.offsets else length
+
+
+WHOLE = Pieces()
+"""A prompt of one piece."""
+
+
+def read_segments(prompt: SegmentedPrompt, encode: Encode) -> tuple[NDArray[np.int64], Pieces]:
+    """Return the ids ``[S]`` of a prompt, and its pieces. Each piece is tokenised by itself, the
+    first one as a prompt is. ``InvalidArgument`` names a piece that is neither."""
+    ids: list[NDArray[np.int64]] = []
+    ends, marked = [0], []
+    for number, part in enumerate(prompt):
+        content = part.content if isinstance(part, Segment) else part
+        if not isinstance(content, str) and not hasattr(content, "__len__"):
+            raise InvalidArgument(
+                field=f"prompt.{number}", given=part, allowed="a Segment, text, or a list of token ids"
+            )
+        ids.append(encode(content, not number))
+        ends.append(ends[-1] + ids[-1].size)
+        if isinstance(part, Segment):
+            marked.append((ends[-2], ends[-1]))
+    return np.concatenate(ids), Pieces(tuple(ends[1:-1]), tuple(marked))
 
 
 def read_prompt(prompt: EmbedsPrompt, hidden_size: int) -> tuple[NDArray[np.int64], Media]:

@@ -21,18 +21,18 @@ from quire.base.token_history import Ids
 from quire.base.types import BASE, LogitsWanted
 from quire.branches.branch import Branch
 from quire.branches.session_branch import SessionBranch
-from quire.branches.tiers import Brought
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from quire.base.hints import RequestHints
     from quire.blend.chunk_capture import ChunkCapture
+    from quire.branches.stored_state import Brought
     from quire.engine.prompt_blend import PromptBlend
-    from quire.engine.prompt_logprobs import PromptLogprobs
     from quire.grammars.matcher import GrammarMatcher
     from quire.sampling.request_sampler import RequestSampler
     from quire.sampling.sampled_tokens import TokenLogprobs
+    from quire.sampling.token_logprobs import PromptLogprobs
     from quire.text.detokenizer import IncrementalDetokenizer
 
 OnLogits = Callable[[int, "Tensor"], None]
@@ -281,11 +281,6 @@ class Request:
         """Whether it can take part in a step. It cannot while tiers have not answered."""
         question = self.seat.question
         return question is None or question.is_answered
-
-    @property
-    def order(self) -> tuple[int, int]:
-        """The key that sorts requests, the next one to run first."""
-        return self.seat.priority, self.seat.arrival
 
     def admit(self) -> None:
         """Run from now on; find rows to blend."""

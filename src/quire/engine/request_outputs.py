@@ -52,7 +52,7 @@ def _speculation(samples: Sequence[Request]) -> SpeculationCounts | None:
 
 def warmed(submitted: Sequence[tuple[int, Sequence[Request]]]) -> list[WarmedSegment]:
     """Return the counts of tokens kept of segments, submitted by
-    ``RequestPreparation.submit_warm``. Raise the error of a request that failed."""
+    ``PromptRequests.prepare_warm``. Raise the error of a request that failed."""
     found = []
     for tokens, requests in submitted:
         for request in requests:

@@ -8,19 +8,24 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from quire.base.errors import QuireError
 from quire.base.metrics import EngineMetrics
 from quire.base.outputs import FinishReason
 from quire.base.sampling_params import SamplingParams
+from quire.base.token_history import TokenHistory
 from quire.engine.request import Output, Request
 from quire.grammars.grammars import Grammars, RowGrammars
 from quire.sampling.draws import Draws
 from quire.sampling.filters import DrawKernel
+from quire.sampling.request_sampler import RequestSampler
 from quire.sampling.sampled_tokens import SampledTokens, TokenLogprobs
 from quire.sampling.sampler import can_wait, sample, sample_later
 from quire.sampling.seen_tokens import SeenTokens
+from quire.text.detokenizer import IncrementalDetokenizer
+from quire.text.tokenizer import Tokenizer
 
 
 class Ends(Protocol):
@@ -234,3 +239,36 @@ class SamplingStep:
     def _add_text(output: Output, token: int) -> None:
         if output.detokenizer is not None and (piece := output.detokenizer.push(token)):
             output.pieces.append(piece)
+
+
+@dataclass(frozen=True, slots=True)
+class SampleOutputs:
+    """The maker of outputs of one engine. ``entropy`` draws the seeds of samples without one."""
+
+    tokenizer: Tokenizer | None
+    grammars: Grammars | None
+    vocab_size: int
+    entropy: torch.Generator
+
+    def make(self, tokens: TokenHistory, params: SamplingParams, index: int) -> Output:
+        """Return the output of the sample with this index, which follows ``tokens``."""
+        detokenizer = matcher = None
+        spoken = tokens.ids[tokens.ids >= 0]  # An image has no text, and no penalty counts it.
+        context: list[int] = []
+        if self.tokenizer is not None:
+            table = self.tokenizer.token_bytes
+            context = table.end_of(spoken, skip_special_tokens=params.skip_special_tokens)
+        if params.grammar is not None and self.grammars is not None:
+            matcher = self.grammars.matcher(params.grammar)
+            context = self.grammars.context(context)
+        if self.tokenizer is not None:
+            detokenizer = IncrementalDetokenizer(
+                self.tokenizer,
+                context,
+                skip_special_tokens=params.skip_special_tokens,
+                stop=params.stop_strings,
+                include_stop_str_in_output=params.include_stop_str_in_output,
+                min_tokens=params.min_tokens,
+            )
+        sampler = RequestSampler(params, spoken, vocab_size=self.vocab_size, index=index, entropy=self.entropy)
+        return Output(sampler=sampler, detokenizer=detokenizer, matcher=matcher)

@@ -5,7 +5,7 @@ step computes some of them. Decodes have one; prompts have many and are cut to t
 both share a step (Sarathi-Serve, arXiv:2403.02310). Requests are served by priority, equal ones in
 order of arrival.
 
-API keys share steps and places (``key_shares``). What decodes leave of a step goes to the prompts
+API keys share steps and places (``KeyShares``). What decodes leave of a step goes to the prompts
 of the key with the least virtual time, running and waiting ones, then to the next key. A key that
 has fewer places than its share takes one from a key that has more: the last request of that key
 waits, and keeps its state while there is room. Pages are taken likewise (``displaced_for``).
@@ -36,7 +36,6 @@ from quire.base.outputs import Miss
 from quire.base.token_history import common_prefix
 from quire.base.types import Remove, SeqId
 from quire.branches.prefix_cache import RadixCache
-from quire.engine.branch_points import BranchPoints
 from quire.engine.checkpoints import Checkpoints
 from quire.engine.miss_search import MissSearch
 from quire.engine.request import BACKGROUND, Request, Status
@@ -45,7 +44,7 @@ from quire.engine.step_builder import Failure, Limits, ScheduledStep, StepBuilde
 
 if TYPE_CHECKING:
     from quire.branches.owner import BranchOwner
-    from quire.branches.tiers import Tier
+    from quire.branches.stored_state import StoredState
     from quire.contracts.kv_state import ModelState
     from quire.engine.drafts import Drafts
 
@@ -75,7 +74,7 @@ class Scheduler:
         queues: RequestQueues,
         branches: BranchOwner,
         cache: RadixCache | None,
-        tier: Tier | None = None,
+        tier: StoredState | None = None,
         checkpoints: Checkpoints | None = None,
         misses: MissSearch | None = None,
         drafts: Drafts | None = None,
@@ -90,7 +89,6 @@ class Scheduler:
         self._misses = misses
         self._drafts = drafts
         self._arrivals = 0
-        self._branch_points = BranchPoints()
         self._steps = 0
         self.num_preemptions = 0
         self.lacks_room = False
@@ -100,10 +98,6 @@ class Scheduler:
     @property
     def limits(self) -> Limits:
         return self.queues.limits
-
-    @limits.setter
-    def limits(self, limits: Limits) -> None:
-        self.queues.limits = limits
 
     def submit(self, request: Request, arrival: int | None = None) -> None:
         """Queue a request. If it has a sequence already, it keeps it. ``arrival`` is that of an
@@ -115,7 +109,7 @@ class Scheduler:
         self.lacks_room = False
         self._ask(request)
         if self._checkpoints is not None:
-            self._branch_points.note(request)
+            self._checkpoints.branch_points.note(request)
         self.queues.wait(request)
 
     def join(self, request: Request, leader: Request) -> None:
@@ -137,7 +131,7 @@ class Scheduler:
         request.seat.status = Status.FINISHED
         self.lacks_room = False
         if self._checkpoints is not None:
-            self._branch_points.forget(request)
+            self._checkpoints.branch_points.forget(request)
 
     @property
     def idle(self) -> bool:
@@ -151,9 +145,9 @@ class Scheduler:
             one.branch.seq is not None and one.branch.remaining == 1 and not one.seat.num_preemptions
             for one in self.waiting
         )
-        batch = StepBuilder(self.limits.max_num_batched_tokens, branches=self._branches)
+        batch = StepBuilder(self.queues.limits.max_num_batched_tokens, branches=self._branches)
         if coming:  # One token is left to a prompt: decodes may wait for its pages.
-            batch.kept = min(coming, max(0, self.limits.max_num_seqs - self.queues.seated), batch.budget - 1)
+            batch.kept = min(coming, max(0, self.queues.limits.max_num_seqs - self.queues.seated), batch.budget - 1)
         failed: list[Failure] = []
         # Admit adapters in order of arrival: no request waits for later ones.
         for request in self.running:
@@ -194,7 +188,7 @@ class Scheduler:
     def _fill(self, requests: Iterable[Request], batch: StepBuilder) -> None:
         """Add running requests to a step. More may run than it takes (samples of one prompt)."""
         for request in requests:
-            if batch.budget < 1 or len(batch.requests) >= self.limits.max_num_seqs:
+            if batch.budget < 1 or len(batch.requests) >= self.queues.limits.max_num_seqs:
                 break
             adapter = request.branch.next_adapter
             if not request.ready or not (adapter is None or adapter in batch.adapters) or self._is_coming(request):
@@ -383,7 +377,7 @@ class Scheduler:
         """Return the largest number of its tokens for a step; a sliding window sets it instead."""
         window = request.branch.window
         if window is None:
-            most = self.limits.max_num_batched_tokens * request.branch.budget_factor
+            most = self.queues.limits.max_num_batched_tokens * request.branch.budget_factor
             return min(most, BACKGROUND_CHUNK) if request.seat.priority == BACKGROUND else most
         return max(1, self._state.largest_step(window.size, window.sink))
 
@@ -402,7 +396,7 @@ class Scheduler:
         others = [(one.branch.seq, one.branch.remaining) for one in self.running if one.branch.seq is not None]
         seqs = [*(seq for seq, _ in others), branch.seq]
         counts = [*(remaining + headroom for _, remaining in others), branch.remaining]
-        most = min(self.limits.max_num_batched_tokens, self._most(request))
+        most = min(self.queues.limits.max_num_batched_tokens, self._most(request))
         while missing := self._state.shortage_in_steps(seqs, counts, most):
             if (
                 self._relieve(seqs, counts)

@@ -9,10 +9,9 @@ from quire.adapters.keys import runs_of_session
 from quire.base.outputs import Miss
 from quire.base.sampling_params import StructuredOutputs
 from quire.base.token_history import common_prefix
-from quire.branches.past_prefixes import LEAST
 from quire.branches.session_branch import SessionBranch
 from quire.branches.session_branches import SessionBranches
-from quire.engine.miss_search import QUOTED
+from quire.engine.miss_search import LEAST, QUOTED
 from quire.engine.request import Request
 from quire.sampling.generations import Generation, counts_of, cut_generations, with_generation
 

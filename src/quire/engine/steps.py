@@ -122,7 +122,8 @@ class EngineSteps:
                     self._run_ahead(flight)
                     changed += self._read(flight)
                     self._take_turn(flight, changed)
-                if self.exact.has_any and self.in_flight.last is None and not self.in_flight.turns:
+                is_idle = self.in_flight.last is None and not self.in_flight.turns
+                if is_idle and any(one.asked.exact for one in self.scheduler.running):
                     changed += self._run_window()
                 if self.stored.store is not None:
                     self.branches.save_ahead()
@@ -178,7 +179,7 @@ class EngineSteps:
     def _launch_all(self, scheduled: ScheduledStep, mark: StepMark, changed: list[Request]) -> InFlightStep | None:
         """Run a step up to its draws, as ``_launch``; or begin it in groups, which take turns, and
         run the first group up to its draws."""
-        is_alone = self.drafts is not None or self.stored.open or self.exact.has_any
+        is_alone = self.drafts is not None or self.stored.open or any(one.asked.exact for one in self.scheduler.running)
         groups = [] if self.turns is None or is_alone else self.turns.groups(scheduled)
         if not groups:
             return self._launch(scheduled, mark, changed)
@@ -241,7 +242,8 @@ class EngineSteps:
 
     def _forward(self, scheduled: ScheduledStep) -> StepOutput | None:
         """Run the forward of a step. None: nothing has run, for what was to come did not come."""
-        blend = self.blending.inputs(scheduled)
+        blended = any(request.branch.blend is not None for request in scheduled.requests)
+        blend = self.blending.inputs(scheduled) if blended else None
         try:
             output = self._run(scheduled, blend)
         except BlendLoadError as error:
@@ -320,7 +322,8 @@ class EngineSteps:
                 wanted.on_logits, wanted.wants, wanted.fresh_from = None, "last", None
             if not wanted.token_ids:
                 self._share_prompt(request)
-                self.blend_runs.verify(request, output.rows(index)[-1])
+                if branch.blend is not None:
+                    self.blend_runs.verify(request, branch.blend, output.rows(index)[-1])
                 while request.seat.siblings:
                     samples.append(self._fork_sample(request, request.seat.siblings[0]))
             ready += samples
@@ -347,7 +350,8 @@ class EngineSteps:
         self.metrics.tokens_replayed.inc(reuse.replayed)
         for tier, count in reuse.cached_by_tier.items():
             self.metrics.prompt_tokens_reused.inc(tier, count)
-        self.blend_runs.keep_chunks(request)
+        if branch.blend is not None:
+            self.blend_runs.keep_chunks(request, branch.blend)
         if reuse.missed is not Miss.NONE:
             self.metrics.reuse_misses.inc(reuse.missed)
         if self.branches.cache is not None and branch.cacheable and branch.seq is not None:

@@ -12,10 +12,10 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.base.caller_context import Caller, caller
 from quire.engine.request import Request, Status
@@ -23,7 +23,9 @@ from quire.engine.view_budget import ViewBudget
 
 if TYPE_CHECKING:
     from quire.base.metrics import EngineMetrics
-    from quire.engine.request import Request
+    from quire.branches.stored_state import StoredState
+    from quire.contracts.kv_state import ModelState
+    from quire.engine.scheduler import Scheduler
     from quire.engine.step_builder import ScheduledStep
 
 STEPS = 2048
@@ -139,36 +141,16 @@ class RequestLane:
             self.phases.append((phase, max(at, self.phases[-1][1])))
 
 
-class Queues(Protocol):
-    """The part of a scheduler that the timeline reads."""
-
-    waiting: list[Request]
-    running: list[Request]
-    num_preemptions: int
-
-
-class Loads(Protocol):
-    """What tells whether state is coming from a tier."""
-
-    @property
-    def open(self) -> Collection[Hashable]: ...
-    def is_coming(self, seq: Any) -> bool: ...
-
-
-class Pools(Protocol):
-    """The numbers of pages."""
-
-    @property
-    def num_pages(self) -> int: ...
-    @property
-    def num_used_pages(self) -> int: ...
-
-
 class Timeline:
     """The recorder of one engine. ``eos_ids`` end a text."""
 
     def __init__(
-        self, queues: Queues, loads: Loads, pools: Pools, eos_ids: frozenset[int], metrics: EngineMetrics
+        self,
+        queues: Scheduler,
+        loads: StoredState,
+        pools: ModelState,
+        eos_ids: frozenset[int],
+        metrics: EngineMetrics,
     ) -> None:
         self._queues, self._loads, self._pools, self._eos_ids = queues, loads, pools, eos_ids
         self.metrics = metrics

@@ -21,7 +21,7 @@ from quire.base.uncopied import Uncopied
 from quire.branches import spare_states
 from quire.branches.branch import Branch
 from quire.branches.extension import Extension, keep
-from quire.branches.replay_needs import replay_refusal
+from quire.branches.owner import replay_refusal
 from quire.executor.cache_pool import CachePool
 from quire.executor.row import Row
 

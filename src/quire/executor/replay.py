@@ -20,7 +20,7 @@ def replay_start(pool: CachePool, row: Row, start: int, label: str = "") -> int:
     must run the row's tokens.
 
     It is ``start`` if no layer is recurrent or the state there is kept. ``FailedPrecondition``: the
-    tokens cannot be replayed (``replay_needs``).
+    tokens cannot be replayed (``replay_refusal``).
     """
     if not pool.facts.recurrent_ids or start >= pool.state.sequence_length(row.seq):
         return start

@@ -46,7 +46,7 @@ from quire.contracts.store import ObjectKey
 from quire.engine.blending import Blending
 from quire.engine.engine import Engine
 from quire.engine.prompt_blend import PromptBlend
-from quire.engine.segmented_prompts import Pieces
+from quire.engine.prompts import Pieces
 from quire.runner.local import StepOutput
 from quire.sessions.commits import ask
 from quire.store.commits import Space

@@ -30,7 +30,7 @@ from quire.kv.sequencefile import IDENTITY, other_length
 from quire.models.fingerprint import ModelIdentity
 from quire.sessions import saving
 from quire.sessions.chat_turns import ChatTurns
-from quire.sessions.preparation import cache_key
+from quire.sessions.prompts import cache_key
 from quire.sessions.session import Session
 from quire.store.journal import End, SessionJournal, SessionRecord
 from quire.store.journal_writer import JournalWriter

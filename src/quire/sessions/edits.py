@@ -18,7 +18,7 @@ from quire.base.segments import BlendParams
 from quire.base.token_history import Ids, TokenHistory
 from quire.base.types import SeqId
 from quire.blend.sequence_rows import Move
-from quire.branches.replay_needs import replay_refusal
+from quire.branches.owner import replay_refusal
 from quire.branches.session_branch import SessionBranch
 from quire.contracts.executor import ExecutorInputs
 from quire.engine.prompt_blend import PromptBlend
@@ -302,7 +302,9 @@ def _blending(live: LiveSequence, mode: EditMode, params: BlendParams | None) ->
         return None
     if params is not None and params.target is not None:
         raise Unsupported("target: a calibration is of prompts; an edit takes a ratio", field="target")
-    return live.engine.blending.checked(BlendParams() if params is None else params)
+    params = BlendParams() if params is None else params
+    live.engine.blending.check(params)
+    return params
 
 
 def _source(live: LiveSequence, place: TextPlace, added: int, params: BlendParams) -> EditSource | None:

@@ -24,9 +24,8 @@ from quire.contracts.executor import ExecutorInputs
 from quire.contracts.layers import LayerSpec
 from quire.engine.engine import Engine
 from quire.engine.progress_bars import run_shown
-from quire.engine.prompts import Prompt, Text, is_segmented, read_prompt, unwrapped
+from quire.engine.prompts import Prompt, Text, is_segmented, read_prompt, read_segments, unwrapped
 from quire.engine.request import Request
-from quire.engine.segmented_prompts import read_segments
 from quire.models.fingerprint import ModelIdentity
 from quire.sessions.chat_turns import ChatTurns
 from quire.sessions.labels import NO_LABELS

@@ -19,7 +19,7 @@ from quire.sessions import saving, scoring, state
 from quire.sessions.durable import KeptSessions
 from quire.sessions.labels import NO_LABELS, checked_labels, checked_name
 from quire.sessions.live_sequence import LiveSequence
-from quire.sessions.preparation import RequestPreparation, cache_key
+from quire.sessions.prompts import PromptRequests, cache_key
 from quire.sessions.session import Session
 from quire.store.journal import SessionJournal
 
@@ -32,7 +32,7 @@ class SessionSources:
 
     def __init__(
         self,
-        requests: RequestPreparation,
+        requests: PromptRequests,
         *,
         identity: ModelIdentity,
         journal: SessionJournal | None,

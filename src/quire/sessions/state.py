@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quire.adapters.keys import NO_SALT, private_salt
 from quire.base.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted, Unsupported
-from quire.branches.replay_needs import require_replayable
+from quire.branches.owner import require_replayable
 from quire.branches.saved_rows import NO_POSITIONS, other_eviction
 from quire.branches.session_branch import SessionBranch
 from quire.contracts.layers import LayerSpec

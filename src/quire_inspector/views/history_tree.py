@@ -1,6 +1,6 @@
 """``history_of``: branches as trees over their tokens, one for each salt and adapters. No torch.
 
-The trees are built as in the prefix cache (``branches.prefix_tree``), over all tokens of all
+The trees are built as in the prefix cache (``branches.prefix_cache``), over all tokens of all
 branches instead of the computed ones.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from quire.adapters.keys import NO_SALT, AdapterKey, OwnedSalt, is_private, salt_of
-from quire.branches.prefix_tree import PrefixNode
+from quire.branches.prefix_cache import PrefixNode
 from quire.contracts.views import BranchView, HistoryNode, HistoryView
 from quire_inspector.views.state_reading import NO_TOKENS, ReadBranch
 from quire_inspector.views.token_texts import TextReader

@@ -83,7 +83,8 @@ class DecodeSide:
             return False
         if ids.min() < 0 or params.prompt_logprobs is not None:  # Embeddings; logits of tokens that must run here.
             return False
-        return not self._engine.exact.has_windows(params, ids, None, adapter=prepared.adapter, blended=False)
+        exact, adapter = self._engine.exact, prepared.adapter
+        return not (params.exact and exact.has_windows(params, ids, None, adapter=adapter, blended=False))
 
     def _bring(self, tokens: NDArray[np.int64], key: tuple[str, str | None], adapter: int | None) -> None:
         """Bring one prompt, on a thread; note why it did not come."""

@@ -73,7 +73,7 @@ def locked(llm: AsyncLLM, function: Callable[[], T]) -> T:
 
 
 def asked_key(key: Hashable) -> tuple[str, str | None]:
-    """Return a key of ``sessions.preparation.cache_key`` as it is sent."""
+    """Return a key of ``sessions.prompts.cache_key`` as it is sent."""
     assert isinstance(key, tuple)
     owner, salt = key
     return str(owner), None if salt is None else str(salt)

@@ -177,7 +177,8 @@ def read_blend(context: Context, given: Any) -> BlendParams | None:
             raise bad_field(f"blend.{name[:60]}", f"blend may hold {', '.join(BLEND_NAMES)}, got {name!r:.60}")
     with naming({"blend": "blend", **BLEND_NAMES}):
         params = BlendParams(**{name: value for name, value in given.items() if value is not None})
-        return context.llm.engine.blending.checked(params)
+        context.llm.engine.blending.check(params)
+        return params
 
 
 # -- prompts ---------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.branches.past_prefixes import LEAST, PastPrefixes
+from quire.engine.miss_search import LEAST, PastPrefixes
 
 COMMON = [1] * LEAST
 ENDS = st.lists(st.integers(0, 2), max_size=8)
