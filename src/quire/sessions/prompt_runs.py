@@ -26,6 +26,7 @@ def run(prepared: PreparedPrompts, requests: RequestPreparation, use_tqdm: bool 
     with SHIELD:
         engine = requests.engine
         submitted: list[list[Request]] = []
+        prepared.require_kept()
         try:
             submitted = requests.submit(prepared)
             samples = [sample for samples in submitted for sample in samples]

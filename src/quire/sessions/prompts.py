@@ -9,7 +9,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.base.errors import InvalidArgument
+from quire.base.errors import InvalidArgument, took_effect
 from quire.base.hints import NO_HINTS, CacheHints
 from quire.base.media import NO_MEDIA, Media
 from quire.base.sampling_params import SamplingParams
@@ -55,11 +55,18 @@ class PreparedPrompts:
         """Return the session that is continued in the place of one prompt."""
         return self.sessions[number] if self.sessions else None
 
+    def require_kept(self) -> None:
+        """Raise ``NotDurable`` if a session among them is kept, and cannot be."""
+        for session in self.sessions:
+            if session is not None:
+                session.require_kept()
+
     def keep_sessions(self) -> None:
         """Wait until the sessions among them are durable, if they are kept."""
         for session in self.sessions:
             if session is not None:
-                session._keep(wait=True)
+                with took_effect():
+                    session._keep(wait=True)
 
 
 def split_sessions(prompts: PromptsOrSessions, engine: Engine) -> tuple[list[Session | None], Prompts]:
