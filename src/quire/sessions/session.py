@@ -563,8 +563,8 @@ class Session(Uncopied):
     def set_kv(self, layer: int, *, start: int = 0, **tensors: Tensor | None) -> None:
         """Overwrite a layer's rows or states, by the names that ``kv`` gives.
 
-        The tensors are rows from position ``start`` on, or the states of a recurrent layer. Those
-        that are not given stay as they are.
+        The tensors are rows from position ``start`` on, or at ``positions`` (one run of them), or
+        the states of a recurrent layer. Those that are not given stay as they are.
 
         From then on the session is pinned and ``modified``, never feeds the prefix cache, and is
         never computed again. Only its last token runs again where the logits after it are wanted
