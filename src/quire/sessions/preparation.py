@@ -17,6 +17,7 @@ from quire.base.media import NO_MEDIA, Media
 from quire.base.outputs import RequestOutput, RequestOutputs
 from quire.base.sampling_params import BeamSearchParams, SamplingParams
 from quire.base.segments import BlendParams, Segment
+from quire.base.signatures import require_text
 from quire.contracts.executor import ExecutorInputs
 from quire.engine.beam import BeamSearch
 from quire.engine.engine import Engine
@@ -342,6 +343,7 @@ def cache_key(salt: str | None) -> Hashable:
     for a plain text, and the salt."""
     if salt is not None and not isinstance(salt, str):
         raise InvalidArgument(field="cache_salt", given=salt, allowed="a string")
+    require_text("cache_salt", (salt.given if isinstance(salt, OwnedSalt) else salt) or "")
     return (salt.owner if isinstance(salt, OwnedSalt) else "", salt)
 
 

@@ -27,6 +27,7 @@ import jinja2.utils
 
 from quire.base.config import CHAT_TEMPLATES
 from quire.base.errors import InvalidArgument, QuireError, context_full
+from quire.base.signatures import require_text
 from quire.text import long_texts, template_process
 from quire.text.chat_calls import SURROGATE, fill_contents_of_calls, read_calls, take_text_from_calls, to_json
 from quire.text.deprecated_messages import renewed
@@ -207,6 +208,7 @@ def _plain_message(message: Message, where: str, template: _Parsed) -> dict[str,
         raise InvalidArgument(
             field=f"{where}.role", given=message.get("role"), allowed="a non-empty string such as 'user'"
         )
+    require_text(f"{where}.role", role)
     if role == "developer" and not template.knows_developers:
         plain["role"] = "system"
     if plain.get("tool_calls") == []:
