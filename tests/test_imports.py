@@ -233,7 +233,7 @@ def test_bookkeeping_imports_no_torch(name: str) -> None:
             if loaded:
                 waiting.append(imported)
     assert f"quire.{name}" in seen
-    assert "quire.base.errors" in seen
+    assert "quire.base.openmp" in seen
 
 
 def loaded_by(statement: str) -> set[str]:

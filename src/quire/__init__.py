@@ -9,27 +9,24 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from quire.base.collector import paused_collector
-from quire.base.errors import (
-    AlreadyExists,
-    BlendLoadError,
-    Cancelled,
-    CheckpointError,
-    DataLoss,
-    FailedPrecondition,
-    InvalidArgument,
-    NotFound,
-    QuireError,
-    ResourceExhausted,
-    Unsupported,
-)
-from quire.base.hints import CacheHints, Pin
 from quire.base.openmp import DECISION as _DECISION  # noqa: F401  (before anybody loads torch)
-from quire.base.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputs
-from quire.base.segments import BlendParams, Segment
-from quire.base.speculation import Speculation
 
 if TYPE_CHECKING:
     from quire.async_llm import AsyncLLM, AsyncSession, SampleDelta
+    from quire.base.errors import (
+        AlreadyExists,
+        BlendLoadError,
+        Cancelled,
+        CheckpointError,
+        DataLoss,
+        FailedPrecondition,
+        InvalidArgument,
+        NotFound,
+        QuireError,
+        ResourceExhausted,
+        Unsupported,
+    )
+    from quire.base.hints import CacheHints, Pin
     from quire.base.outputs import (
         BeamSearchOutput,
         Blend,
@@ -39,6 +36,9 @@ if TYPE_CHECKING:
         Reuse,
         WarmedSegment,
     )
+    from quire.base.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputs
+    from quire.base.segments import BlendParams, Segment
+    from quire.base.speculation import Speculation
     from quire.blend.calibration import BlendCalibration, QualityLimits
     from quire.cli.inspection import describe
     from quire.executor.executor import Executor
@@ -64,6 +64,25 @@ _LAZY = {
     "QualityLimits": "quire.blend.calibration",
     "WarmedSegment": "quire.base.outputs",
     "describe": "quire.cli.inspection",
+    "AlreadyExists": "quire.base.errors",
+    "BlendLoadError": "quire.base.errors",
+    "Cancelled": "quire.base.errors",
+    "CheckpointError": "quire.base.errors",
+    "DataLoss": "quire.base.errors",
+    "FailedPrecondition": "quire.base.errors",
+    "InvalidArgument": "quire.base.errors",
+    "NotFound": "quire.base.errors",
+    "QuireError": "quire.base.errors",
+    "ResourceExhausted": "quire.base.errors",
+    "Unsupported": "quire.base.errors",
+    "CacheHints": "quire.base.hints",
+    "Pin": "quire.base.hints",
+    "BeamSearchParams": "quire.base.sampling_params",
+    "SamplingParams": "quire.base.sampling_params",
+    "StructuredOutputs": "quire.base.sampling_params",
+    "BlendParams": "quire.base.segments",
+    "Segment": "quire.base.segments",
+    "Speculation": "quire.base.speculation",
 }
 
 __all__ = [

@@ -568,6 +568,19 @@ def test_the_package_runs_as_a_module() -> None:
     assert done.stderr.startswith("quire: ")
 
 
+def test_little_is_imported_before_ctrl_c_is_handled() -> None:
+    """The package itself comes before ``main``, where Ctrl-C would show a traceback."""
+    code = "import sys; import quire.__main__; print(*(name for name in sys.modules if name.startswith('quire')))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert set(done.stdout.split()) == {
+        "quire",
+        "quire.__main__",
+        "quire.base",
+        "quire.base.collector",
+        "quire.base.openmp",
+    }
+
+
 def test_ctrl_c_while_modules_are_imported() -> None:
     code = """
 import sys

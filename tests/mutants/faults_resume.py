@@ -43,14 +43,14 @@ MUTANTS = (
     Mutant(
         name="the-last-event-does-not-wait",
         file="server/sessions/streams.py",
-        old="                await self._context.sessions.keep(self._held)\n            return delta",
+        old="                with took_effect():\n                    await self._context.sessions.keep(self._held)\n            return delta",
         new="            return delta",
         tests=("server/test_resume.py::test_a_disk_that_fills_during_a_stream",),
     ),
     Mutant(
         name="the-reply-does-not-wait",
         file="server/sessions/held.py",
-        old="            yield held\n            await self.keep(held)",
+        old="            yield held\n            with took_effect():\n                await self.keep(held)",
         new="            yield held",
         tests=("server/test_resume.py::test_a_full_disk",),
     ),

@@ -385,7 +385,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": "x"}, "messages", "list"),
     ({"messages": [3]}, "messages.0.role", "role"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role", "'user'"),
-    ({"messages": [{"role": "user"}]}, "messages.0.content", "got None"),
+    ({"messages": [{"role": "user"}]}, "messages.0.content", "got null"),
     ({"messages": [user([])]}, "messages.0.content", "got []"),
     ({"messages": [user([IMAGE])]}, "messages.0.content.0.type", "'image'"),
     ({"messages": [user([{"type": "document"}])]}, "messages.0.content.0.type", "'document'"),

@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel, StrictInt
 
 from quire.base.errors import InvalidArgument, QuireError
-from quire.base.other_names import PATHS
+from quire.base.other_names import NOT_OFFERED, PATHS
 from quire.server.http.app import create_app
 from quire.server.http.errors import ApiError, api_error, error_response, install, validation_error
 from quire.server.http.settings import ServerSettings
@@ -118,6 +118,42 @@ def test_paths_and_methods(client: httpx.Client) -> None:
         found = client.request(method, path)
         check_error(found, 405, "method_not_allowed")
         assert found.headers["allow"]
+
+
+def test_what_is_not_offered_is_named(client: httpx.Client) -> None:
+    """The 404 says what is missing and what there is."""
+    paths = set(client.get("/openapi.json").json()["paths"])
+    for path, told in {
+        "/v1/rerank": "texts are not ranked",
+        "/v1/audio/transcriptions": "hears speech",
+        "/v1/audio/speech": "speaks",
+        "/v1/images/generations": "makes pictures",
+        "/v1/fine_tuning/jobs": "nothing is trained here",
+        "/v1/files": "keeps no files",
+        "/v1/conversations": "conversations are",
+    }.items():
+        answer = client.post(path)
+        check_error(answer, 404, "not_found")
+        message = answer.json()["error"]["message"]
+        assert message.startswith(f"there is no {path}; ")
+        assert told in message
+        assert "/v1/chat/completions" in message
+    for reason in NOT_OFFERED.values():
+        assert {name.rstrip(";,.)") for name in re.findall(r"(?:GET|POST) (\S+)", reason)} <= paths
+    assert client.post("/v1/imagesque").json()["error"]["message"].endswith("lists what there is")
+
+
+def test_given_values_are_shown_as_json() -> None:
+    for said, wanted in {
+        "a must be b, got True": "a must be b, got true",
+        "a: b, got None (and 2 more)": "a: b, got null (and 2 more)",
+        "got {'a': [None, 'x']}": 'got {"a": [null, "x"]}',
+        "got [False, 'cut of": "got [False, 'cut of",
+        "got 'True'": "got 'True'",
+        "True": "True",
+        "got " + "[" * 400: "got " + "[" * 400,
+    }.items():
+        assert ApiError(400, said).message == wanted
 
 
 def test_request_ids_are_on_every_answer(client: httpx.Client) -> None:

@@ -221,7 +221,7 @@ def test_nothing_can_be_put_into_an_event(chat_client: httpx.Client) -> None:
     assert [line for line in lines[1::2] if line] == []
     assert lines[-2] == "data: [DONE]"
     assert json.loads(lines[0].removeprefix("data: "))["choices"][0]["text"].startswith(text)
-    surrogate = {"prompt": "x", "max_tokens": 2, "stop": ["\ud800"], "session_id": None}
+    surrogate = {"prompt": "x", "max_tokens": 2, "user": "\ud800", "session_id": None}
     answer = chat_client.post(
         "/v1/completions", content=json.dumps(surrogate), headers={"Content-Type": "application/json"}
     )

@@ -98,6 +98,9 @@ EVERYWHERE: list[dict[str, Any]] = [
     {"model": "another"},
     {"model": 3},
     {"cache_salt": 3},
+    {"cache_salt": "\ud800"},
+    {"stop": "\ud800"},
+    {"stop": ["a", "\ud800"]},
     {"best_of": 2},
     {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}},
     {"stream_options": {}},
@@ -282,6 +285,8 @@ OTHERS: dict[str, list[tuple[Any, Any]]] = {
         ({"window": "x"}, "window"),
         ({"model": "another"}, (404, "model_not_found", "model")),
         ({"cache_salt": 5}, "cache_salt"),
+        ({"cache_salt": "\ud800"}, "cache_salt"),
+        ({"messages": [{"role": "\ud800", "content": "a"}]}, "messages"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user"}]}, "messages"),
         ({"messages": [{"content": "temperature"}]}, "messages"),
@@ -550,6 +555,8 @@ def test_parameters_everywhere(chat_served: Served, names: Names, place: str) ->
     [
         ({"prompt": "x", "max_tokens": "a"}, "max_tokens: Input should be a valid integer, got 'a'"),
         ({"prompt": "x", "max_tokens": 5.0}, "max_tokens: Input should be a valid integer, got 5.0"),
+        ({"prompt": True}, "prompt must be text, token ids, or a list of either, got true"),
+        ({"prompt": "x", "n": None, "temperature": True}, "temperature: Input should be a valid number, got true"),
         ({"prompt": "x", "suffix_of": 3, "stream": "x" * 99}, "got 'xxxxx"),
         ([], "the body must be a JSON object, sent as Content-Type: application/json"),
     ],
@@ -558,6 +565,13 @@ def test_what_was_given_is_told(chat_served: Served, body: Any, told: str) -> No
     message = chat_served.client.post("/v1/completions", json=body).json()["error"]["message"]
     assert told in message
     assert len(message) < 200
+
+
+def test_each_member_of_a_union_is_told(chat_served: Served, names: Names) -> None:
+    answer = chat_served.client.post(f"/v1/sessions/{names['ID']}/edit", json={"span": [0, None]})
+    found = answer.json()["error"]
+    told = "span: Input should be a valid string, got a list; or span.1: Input should be a valid integer, got null"
+    assert (answer.status_code, found["param"], found["message"]) == (400, "span", told)
 
 
 def test_a_wrong_method_is_told_the_right_ones(chat_served: Served) -> None:

@@ -652,6 +652,8 @@ def test_a_full_disk(kept_llm: AsyncLLM, oracle: LLM, caplog: pytest.LogCaptureF
         assert error(answer)[:2] == (507, "not_durable")
         assert answer.headers["x-should-retry"] == "false"
         # It took effect, as the message says; what comes next is refused before it begins.
+        assert "took effect" in error(answer)[2]
+        assert "repeat" not in error(answer)[2]
         held = tokens_of(client, name)
         assert held[-1000:] == [5] * 1000
         status, code, message = error(client.post(f"/v1/sessions/{name}/append", json=long))
@@ -681,7 +683,9 @@ def test_a_disk_that_fills_during_a_stream(kept_llm: AsyncLLM) -> None:
         answer = found.client.post(f"/v1/sessions/{name}/generate", json=body)
         events = [line for line in answer.text.splitlines() if line]
         assert (answer.status_code, events[-1]) == (200, "data: [DONE]")
-        assert json.loads(events[-2].removeprefix("data: "))["error"]["code"] == "not_durable"
+        told = json.loads(events[-2].removeprefix("data: "))["error"]
+        assert told["code"] == "not_durable"
+        assert "took effect" in told["message"]
         assert '"finish_reason":"length"' not in answer.text
         database.execute(f"PRAGMA max_page_count = {pages + 1000}")
         turn(found.client, name)

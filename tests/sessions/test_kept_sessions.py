@@ -204,7 +204,9 @@ def test_what_tokens_do_not_give_is_in_a_state_file(
     before = make_llm(llama, state_dir=crash(tmp_path / "a")).resume("written")
     assert before.tokens == tokens[:-3]
     states.rename(tmp_path / "elsewhere")
-    with pytest.raises(NotDurable, match=r"cannot be written to the state directory: .*no directory"):
+    with pytest.raises(
+        NotDurable, match=r"cannot be written to the state directory: its state file cannot .*no directory"
+    ):
         written.append([1])
     with pytest.raises(NotDurable):
         written.close()
@@ -403,6 +405,60 @@ def test_what_cannot_be_kept_is_told(make_llm: MakeLLM, llama: Checkpoint, tmp_p
     session.append([7])
     llm.close()
     assert make_llm(llama, state_dir=tmp_path / "a").resume("one").tokens == [*held, 7]
+
+
+def test_what_is_not_kept_is_said_not_to_be_begun_again(make_llm: MakeLLM, llama: Checkpoint, tmp_path: Path) -> None:
+    """The call that finds the disk full took effect; later calls are refused before they begin, and
+    the session is written once there is room, by ``close`` if nobody calls it before.
+    """
+    llm = make_llm(llama, state_dir=tmp_path / "a")
+    session = llm.session(PROMPT, name="one")
+    assert llm.kept is not None
+    database = llm.kept.journal._db
+    ((pages,),) = database.execute("PRAGMA page_count").fetchall()
+    database.execute(f"PRAGMA max_page_count = {pages}")
+    with pytest.raises(NotDurable, match="full"):
+        fill(llm)
+    with pytest.raises(NotDurable, match=r"the call took effect, .* is full; free space on its disk$"):
+        session.append([5] * 200)
+    held = session.tokens
+    assert held[-200:] == [5] * 200
+    for call in (
+        lambda: session.append([7]),
+        lambda: session.generate(greedy(2)),
+        lambda: session.stream(greedy(2)),
+        lambda: llm.generate([session], greedy(2)),
+        lambda: session.rewind(n=1),
+    ):
+        with pytest.raises(NotDurable, match="the call was not begun"):
+            call()
+        assert session.tokens == held
+    check(llm)
+    database.execute(f"PRAGMA max_page_count = {pages + 100}")
+    session.close()
+    assert llm.resume("one").tokens == held
+
+
+def test_a_stream_that_cannot_be_kept_took_effect(
+    make_llm: MakeLLM, llama: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = make_llm(llama, state_dir=tmp_path / "a")
+    session = llm.session(PROMPT, name="one")
+    stream = session.stream(greedy(2))
+    next(stream)
+    assert llm.kept is not None
+    with monkeypatch.context() as patch:
+
+        def full(_: object) -> None:
+            raise NotDurable("the disk is full")
+
+        patch.setattr(llm.kept.journal, "write", full)
+        with pytest.raises(NotDurable, match=r"the call took effect, .*: the disk is full"):
+            list(stream)
+        with pytest.raises(NotDurable, match="was not begun: the disk is full"):
+            session.stream(greedy(2))
+    session.stream(greedy(2)).close()
+    check(llm)
 
 
 def test_awaited(llama: Checkpoint, tmp_path: Path) -> None:

@@ -207,3 +207,59 @@ def test_messages_that_are_rewound_into_are_forgotten(chatty: LLM) -> None:
     text = session.generate(greedy(2)).outputs[0].text
     expected = asked(chatty, user("one"), assistant(first + text), user("three"))
     assert session.chat([user("three")], greedy(2)).prompt_token_ids == expected
+
+
+RULES = "{% if tools %}{{ 'Rules of tools. ' * 20 }}{% endif %}"
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_history_that_is_written_shorter_keeps_its_turns(
+    chatty: LLM, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """Ends of earlier turns are those in the new tokens, for the next turn and for rewinds."""
+    monkeypatch.setattr(chatty.tokenizer, "chat_templates", {"default": RULES + TEMPLATE})
+    session = chatty.session()
+    session.chat([user("one")], greedy(3), tools=TOOLS, answer=lambda _: assistant("yes sir"))
+    long = len(session)
+    if stream:
+        list(session.stream_chat([user("two")], greedy(3), answer=lambda _: assistant("no")))
+    else:
+        session.chat([user("two")], greedy(3), answer=lambda _: assistant("no"))
+    assert len(session) < long  # the first turn ended behind all tokens that are there now
+    forks = (session.fork(at=length) for length in range(len(session)))
+    rewound = next(fork for fork in forks if fork.text.endswith("yes sir"))
+    expected = asked(chatty, user("one"), assistant("yes sir"), user("two"), assistant("no"), user("three"))
+    assert session.chat([user("three")], greedy(2)).prompt_token_ids == expected
+    expected = asked(chatty, user("one"), assistant("yes sir"), user("three"))
+    assert rewound.chat([user("three")], greedy(2)).prompt_token_ids == expected
+    check(chatty)
+
+
+def test_a_history_that_is_written_longer_forgets_what_is_rewound(chatty: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chatty.tokenizer, "chat_templates", {"default": RULES + TEMPLATE})
+    session = chatty.session()
+    session.chat([user("one")], greedy(3))
+    short = len(session)
+    session.chat([user("two")], greedy(3), tools=TOOLS)
+    session.rewind(to=short + 1)  # among the rules, before the first message
+    expected = asked(chatty, user("three"))
+    assert session.chat([user("three")], greedy(2)).prompt_token_ids[-len(expected) :] == expected
+    assert b"one" not in session.text.encode()
+
+
+def test_thoughts_that_a_template_leaves_out_cost_no_turn(chatty: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The content is then found by its last line."""
+    monkeypatch.setattr(
+        chatty.tokenizer,
+        "chat_templates",
+        {"default": TEMPLATE.replace("message.content", "message.content.split('</think>')[-1]")},
+    )
+    session = chatty.session()
+    session.chat([user("one")], greedy(3))
+    long = len(session.append("thinking " * 60 + "</think>\nyes"))
+    session.chat([user("two")], greedy(3), answer=lambda _: assistant("no"))
+    assert len(session) < long
+    output = session.chat([user("three")], greedy(2))
+    text = chatty.tokenizer.decode(output.prompt_token_ids)  # type: ignore[union-attr]
+    assert [word for word in ("one", "yes", "two", "no", "three") if word not in text] == []

@@ -326,6 +326,31 @@ def test_kv_of_a_windowed_layer_is_what_it_holds(make_llm: MakeLLM, checkpoints:
         session.set_kv(0, k=found["k"][:5], start=positions[0] - 1)
     session.set_kv(0, k=found["k"][:5] * 2, start=positions[0])
     torch.testing.assert_close(session.kv(0)["k"][:5], found["k"][:5] * 2, rtol=0, atol=0)
+    # What kv gives, set_kv takes, with the positions.
+    changed = {**found, "v": found["v"] * 3}
+    session.set_kv(0, **changed)
+    for name, rows in session.kv(0).items():
+        torch.testing.assert_close(rows, changed[name], rtol=0, atol=0)
+    session.set_kv(0, start=positions[2], k=found["k"][2:4], positions=found["positions"][2:4])
+    for wrong, said in (
+        ({"positions": found["positions"][1:]}, rf"k has {len(positions)} rows for {len(positions) - 1} positions"),
+        ({"positions": found["positions"], "start": positions[1]}, f"start {positions[1]}, and positions begin with"),
+        ({"positions": positions}, "positions must be a row of int64.* got list"),
+        ({"positions": found["positions"][:0]}, "got none"),
+    ):
+        with pytest.raises(InvalidArgument, match=said):
+            session.set_kv(0, k=found["k"], **wrong)
+
+
+def test_set_kv_names_the_runs_behind_a_sink(make_llm: MakeLLM, checkpoints: dict[str, Checkpoint]) -> None:
+    session = make_llm(checkpoints["llama"], page_size=4).session(random_tokens(60), window=16, sink=4)
+    found = session.kv(0)
+    tail = int(found["positions"][4])
+    with pytest.raises(InvalidArgument, match=rf"2 runs; .* as rows 0..3 with start=0, rows 4..\d+ with start={tail}"):
+        session.set_kv(0, **found)
+    session.set_kv(0, k=found["k"][:4] * 2, start=0)
+    session.set_kv(0, k=found["k"][4:] * 2, positions=found["positions"][4:])
+    torch.testing.assert_close(session.kv(0)["k"], found["k"] * 2, rtol=0, atol=0)
 
 
 def test_written_state_is_used_and_shared_with_nobody(llm: LLM, checkpoint: Checkpoint) -> None:

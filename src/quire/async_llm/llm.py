@@ -103,6 +103,9 @@ class AsyncLLM(Uncopied, AbstractAsyncContextManager["AsyncLLM"]):
     ) -> list[RequestOutput]:
         _check_name(request_id)
         prepared = await self._prepared(verb, prepare)
+        keeps = self.kept is not None and any(prepared.sessions)
+        if keeps:
+            await self._background.call(verb, prepared.require_kept)
         groups: list[list[Request]] = []
 
         def submit() -> list[Request]:
@@ -110,7 +113,7 @@ class AsyncLLM(Uncopied, AbstractAsyncContextManager["AsyncLLM"]):
             return [sample for samples in groups for sample in samples]
 
         await self._background.finish(Job(self.engine, submit, name=request_id))
-        if self.kept is not None and any(prepared.sessions):
+        if keeps:
             await self._background.call(verb, prepared.keep_sessions)
         if any(params.logprobs is not None or params.prompt_logprobs is not None for params in prepared.params):
             # Decoding the texts of millions of them would block the event loop.

@@ -8,7 +8,8 @@ changed nothing. Each class also derives from the builtin that a caller expects,
 from __future__ import annotations
 
 import pickle
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 CONTEXT_FULL = "context_length_exceeded"
@@ -145,6 +146,16 @@ class TierFull(TierError):
 class NotDurable(QuireError):
     """The effect of a call could not be written to the state directory. It took effect, and is lost
     if the process ends."""
+
+
+@contextmanager
+def took_effect() -> Iterator[None]:
+    """Say in a ``NotDurable`` of the block that the call took effect: nobody should repeat it."""
+    try:
+        yield
+    except NotDurable as error:
+        error.about("the call took effect, and is lost if the process ends")
+        raise
 
 
 class CheckpointError(QuireError, ValueError):

@@ -239,3 +239,38 @@ PATHS: Mapping[str, str] = {
     "/messages": "POST /v1/messages answers blocks",
     "/ping": "GET /health tells whether the server runs",
 }
+
+_GENERATES = "POST /v1/chat/completions, /v1/completions, /v1/responses and /v1/messages generate text"
+
+NOT_OFFERED: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("/rerank", "/v1/rerank", "/v2/rerank", "/reranking", "/v1/reranking"), "texts are not ranked by this server"
+    ),
+    **dict.fromkeys(("/score", "/v1/score", "/classify", "/pooling"), "texts are neither compared nor classified here"),
+    "/v1/audio/speech": "no model that runs here speaks",
+    "/v1/audio": "no model that runs here hears speech",
+    "/v1/images": "no model that runs here makes pictures",
+    "/v1/videos": "no model that runs here makes films",
+    "/v1/realtime": "no model that runs here hears or speaks",
+    "/v1/moderations": "no model that runs here judges texts",
+    "/v1/files": "the server keeps no files, but for states of sessions (GET /v1/sessions/{session_id}/state)",
+    "/v1/uploads": "the server keeps no files, but for states of sessions (POST /v1/sessions/state)",
+    "/v1/batches": "there are no batches of files; requests that are under way together run in one batch",
+    "/v1/fine_tuning": "nothing is trained here; POST /v1/load_lora_adapter loads an adapter",
+    "/v1/vector_stores": "documents are not searched here; a request brings them",
+    **dict.fromkeys(
+        ("/v1/assistants", "/v1/threads", "/v1/conversations"),
+        "conversations are sessions (/v1/sessions) or responses (previous_response_id)",
+    ),
+}
+"""Why calls of other servers, and all below them, are not here."""
+
+
+def path_hint(path: str) -> str:
+    """Return what stands in the place of a path that is not there, in words."""
+    if path in PATHS:
+        return PATHS[path]
+    for beginning, reason in NOT_OFFERED.items():
+        if f"{path}/".startswith(f"{beginning}/"):
+            return f"{reason}; {_GENERATES}, and the document /openapi.json lists all calls"
+    return "the document /openapi.json lists what there is"

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from quire.base.config import check_int
 from quire.base.errors import InvalidArgument
-from quire.base.signatures import require_bool
+from quire.base.signatures import require_bool, require_text
 
 MAX_STOP_STRINGS = 256
 """Limit on the number of stop strings. All of them are searched for after every token."""
@@ -156,6 +156,8 @@ def _strings(name: str, value: Any) -> str | tuple[str, ...]:
         raise InvalidArgument(field=name, given=value, allowed="a non-empty string or a list of non-empty strings")
     if len(items) > MAX_STOP_STRINGS:
         raise InvalidArgument(f"{name} must hold at most {MAX_STOP_STRINGS} strings, got {len(items)}", field=name)
+    for index, item in enumerate(items):
+        require_text(name if isinstance(value, str) else f"{name}.{index}", item)
     return value if isinstance(value, str) else items
 
 

@@ -9,11 +9,13 @@ Letters: n tokens; Hkv KV heads; Dk, Dv head sizes; R columns of a latent row.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from quire.base.errors import FailedPrecondition, InvalidArgument
+from quire.base.signatures import shown
 from quire.base.types import SeqId
 from quire.contracts.kv_state import ModelState
 from quire.contracts.layers import LayerSpec, Recurrent
@@ -59,6 +61,33 @@ def _rows(kv: ModelState, seq: SeqId, layer: int, start: int, stop: int | None) 
     return kv.debug_get_kv(seq, start, stop, layer=layer)
 
 
+def placed(spec: LayerSpec, given: Mapping[str, Tensor | None], start: int) -> tuple[int, Mapping[str, Tensor | None]]:
+    """Return where rows begin and the tensors without ``positions``, from which that follows if
+    they are given. ``InvalidArgument``: they are not one run of positions, one for each row, from
+    ``start`` on if that is given."""
+    positions = given.get("positions")
+    if positions is None or isinstance(spec, Recurrent):
+        return start, given
+    rows = {name: one for name, one in given.items() if name != "positions"}
+    if not isinstance(positions, Tensor) or positions.dtype != torch.int64 or positions.dim() != 1:
+        raise InvalidArgument(f"set_kv: positions must be a row of int64, as kv() gives it; got {shown(positions)}")
+    if not len(positions):
+        raise InvalidArgument("set_kv: positions must have one position for each row, got none")
+    cuts = [0, *(torch.nonzero(positions.diff() != 1).flatten() + 1).tolist(), len(positions)]
+    if len(cuts) > 2:
+        parts = ", ".join(
+            f"rows {one}..{stop - 1} with start={int(positions[one])}" for one, stop in pairwise(cuts[:4])
+        )
+        raise InvalidArgument(f"set_kv: positions are {len(cuts) - 1} runs; write each by itself, as {parts}")
+    first = int(positions[0])
+    if start not in (0, first):
+        raise InvalidArgument(f"set_kv: start {start}, and positions begin with {first}; give one of them")
+    for name, one in rows.items():
+        if isinstance(one, Tensor) and one.dim() and one.shape[0] != len(positions):
+            raise InvalidArgument(f"set_kv: {name} has {one.shape[0]} rows for {len(positions)} positions")
+    return first, rows
+
+
 def check_names(spec: LayerSpec, layer: int, given: Mapping[str, Tensor | None], start: int, length: int) -> int:
     """Return the number of given rows (0 for states). ``InvalidArgument`` unless the tensors are
     the layer's and their rows lie within a session of ``length`` tokens."""
@@ -98,7 +127,8 @@ def checked(
         held = kv.held(seq, layer)
         if count and not holds(held, range(start, start + count)):
             raise FailedPrecondition(
-                f"set_kv: rows {start}..{start + count - 1} of layer {layer}, whose window holds positions {describe_ranges(held)}"
+                f"set_kv: rows {start}..{start + count - 1} of layer {layer}, whose window holds positions {describe_ranges(held)}; "
+                "start= is the position of the first row, which positions= of kv() gives too"
             )
         kept = dict(zip(names_of(spec), _rows(kv, seq, layer, start, start + count), strict=True))
     new = {name: one for name, one in given.items() if one is not None}

@@ -12,6 +12,7 @@ from quire.base.errors import FailedPrecondition, InvalidArgument
 from quire.base.hints import CacheHints
 from quire.base.outputs import RequestOutput
 from quire.base.sampling_params import SamplingParams
+from quire.base.token_history import common_prefix
 from quire.base.types import BASE
 from quire.engine.request_outputs import prefix_output
 from quire.sessions import generation
@@ -53,7 +54,8 @@ def ask(
         generation.check(live, "chat", tokens.size, params)
         if live.given_ids != ids:
             raise FailedPrecondition("chat: the session was changed by another thread meanwhile; call again")
-        return asked, tokens
+    shared = common_prefix(tokens, np.array(ids, dtype=np.int64))
+    return asked.in_tokens(tokens, shared, tokenizer), tokens
 
 
 def answer_messages(

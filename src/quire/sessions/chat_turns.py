@@ -70,6 +70,35 @@ class Asked:
         ones."""
         return [*(turn.message for turn in self.before), *self.messages]
 
+    def in_tokens(self, tokens_T: Ids, shared: int, tokenizer: Tokenizer) -> Asked:
+        """Return the same with the ends of earlier turns in ``tokens_T``, which the template wrote
+        anew and whose first ``shared`` tokens the session has.
+
+        A turn behind these is found by its content, at the first place behind the turn before it.
+        So an end may be too early, and is never too late or behind the new messages."""
+        if all(turn.end <= shared for turn in self.before):
+            return self
+        known = max((turn.end for turn in self.before if turn.end <= shared), default=self.start)
+        table = tokenizer.token_bytes
+        pieces = pieces_of(table, tokens_T[known:]) if table.concatenates else []
+        whole, ends_T = b"".join(pieces), np.cumsum([len(piece) for piece in pieces], dtype=np.int64)
+        found, at = list(self.before), 0
+        given: list[int] = []  # turns since the last answer, which end where the next one begins
+        for index, turn in enumerate(self.before):
+            if turn.end <= shared:
+                continue
+            place = _find(whole, _text_of(turn.message), at)
+            at = place.stop
+            given.append(index)
+            if turn.is_answer:
+                end = known + int(np.searchsorted(ends_T, place.start, side="right"))
+                for one in given[:-1]:
+                    found[one] = replace(found[one], end=end)
+                given = []
+            stop = int(np.searchsorted(ends_T, at)) + 1 if at else 0
+            found[index] = replace(turn, end=known + stop)
+        return replace(self, before=found)
+
 
 class ChatTurns:
     """All turns that a session holds."""
@@ -234,6 +263,15 @@ def _text_of(message: Mapping[str, Any]) -> bytes:
     """Return the content of a message as templates may write it: stripped; empty if it is none."""
     content = message.get("content")
     return content.strip().encode(errors="replace") if isinstance(content, str) else b""
+
+
+def _find(whole: bytes, content: bytes, at: int) -> range:
+    """Return the first place of a content from ``at`` on; if a template leaves its beginning out,
+    of its last line. The empty range at ``at`` if it is nowhere."""
+    for text in (content, content.rsplit(b"\n", 1)[-1]):
+        if text and (start := whole.find(text, at)) >= 0:
+            return range(start, start + len(text))
+    return range(at, at)
 
 
 def next_turn_ids(

@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,7 @@ class KeptSessions:
             if not wait:
                 return None
             with self._saving:
+                session._unwritten = True
                 done = self.write(self.with_state(session, self.record(session, name)))
         else:
             # Under the lock: what another thread changes meanwhile comes later, whole.
@@ -179,8 +181,12 @@ class KeptSessions:
                 done = self.write(self.record(session, name))
         session._is_behind = False
         if wait:
-            done.result()
+            try:
+                done.result()
+            finally:
+                _note(session, done)
         else:
+            done.add_done_callback(partial(_note, session))
             done.add_done_callback(_log_failure)
         return done
 
@@ -240,6 +246,11 @@ class KeptSessions:
         self.writer.close()
 
 
+def _note(session: Session, done: Future[None]) -> None:
+    session._unwritten = done.exception() is not None
+    session._is_behind = session._is_behind or session._unwritten
+
+
 def _log_failure(done: Future[None]) -> None:
     if (error := done.exception()) is not None:
         logger.error("a named session is not kept as it is now: %s", error)
@@ -251,7 +262,8 @@ def durable_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except QuireError as error:
-        reason = str(error).replace(str(path), "its state file").replace(str(path.parent), "its directory")
+        reason = str(error).replace(f"state file {str(path)!r}", "its state file")
+        reason = reason.replace(str(path), "its state file").replace(str(path.parent), "its directory")
         raise NotDurable(f"the session's state cannot be written to the state directory: {reason}") from error
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from quire.adapters.keys import OwnedSalt
 from quire.base.config import check_int
-from quire.base.errors import FailedPrecondition, InvalidArgument, Unsupported
+from quire.base.errors import FailedPrecondition, InvalidArgument, Unsupported, took_effect
 from quire.base.hints import NO_HINTS, CacheHints, checked_hints
 from quire.base.interrupts import SHIELD
 from quire.base.media import NO_MEDIA, Media
@@ -20,6 +20,7 @@ from quire.base.outputs import BeamSearchOutput, RequestOutput, RequestOutputs, 
 from quire.base.progress import Bar, on_terminal
 from quire.base.sampling_params import BeamSearchParams, SamplingParams
 from quire.base.segments import BlendParams, Segment
+from quire.base.signatures import require_text
 from quire.blend.calibration import BlendCalibration, QualityLimits
 from quire.contracts.executor import ExecutorInputs
 from quire.engine import beam
@@ -91,11 +92,18 @@ class PreparedPrompts:
         """Return the session that is continued in the place of one prompt."""
         return self.sessions[number] if self.sessions else None
 
+    def require_kept(self) -> None:
+        """Raise ``NotDurable`` if a session among them is kept, and cannot be."""
+        for session in self.sessions:
+            if session is not None:
+                session.require_kept()
+
     def keep_sessions(self) -> None:
         """Wait until the sessions among them are durable, if they are kept."""
         for session in self.sessions:
             if session is not None:
-                session._keep(wait=True)
+                with took_effect():
+                    session._keep(wait=True)
 
 
 class PromptRequests:
@@ -399,6 +407,7 @@ class PromptRequests:
         ``LLM.generate`` is shielded: they may end the checks before it at any line."""
         with SHIELD:
             submitted: list[list[Request]] = []
+            prepared.require_kept()
             try:
                 submitted = self.submit(prepared)
                 samples = [sample for samples in submitted for sample in samples]
@@ -465,6 +474,7 @@ def cache_key(salt: str | None) -> Hashable:
     for a plain text, and the salt."""
     if salt is not None and not isinstance(salt, str):
         raise InvalidArgument(field="cache_salt", given=salt, allowed="a string")
+    require_text("cache_salt", (salt.given if isinstance(salt, OwnedSalt) else salt) or "")
     return (salt.owner if isinstance(salt, OwnedSalt) else "", salt)
 
 

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.base.config import check_int
-from quire.base.errors import FailedPrecondition, InvalidArgument, QuireError
+from quire.base.errors import FailedPrecondition, InvalidArgument, NotDurable, QuireError, took_effect
 from quire.base.finalizers import unless_exiting
 from quire.base.hints import MOST_PRIORITY, NO_HINTS, CacheHints, PinAccount, checked_hints
 from quire.base.interrupts import uninterrupted
@@ -70,20 +70,23 @@ class Keeper(Protocol):
 
 def kept(verb: Callable[P, R]) -> Callable[P, R]:
     """Decorator: save a durable session after a verb that changes it, and return when it is saved.
-    After an error it is saved without waiting; the error passes."""
+    After an error it is saved without waiting; the error passes. A verb is not begun while the
+    session cannot be saved."""
 
     @wraps(verb)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         session: Any = args[0]
         if session._keeper is None:
             return verb(*args, **kwargs)
+        session.require_kept()
         try:
             found = verb(*args, **kwargs)
         except BaseException:
             with suppress(QuireError):
                 session._keep(wait=False)
             raise
-        session._keep(wait=True)
+        with took_effect():
+            session._keep(wait=True)
         return found
 
     return call
@@ -106,6 +109,8 @@ class Session(Uncopied):
         """The id of its record there."""
         self._is_behind = False
         """Whether that record is older than the session; ``close`` writes it again."""
+        self._unwritten = False
+        """Whether the last write of that record has failed."""
         with live.engine.lock:
             live.branch.user = ref(self)
             live.engine.branches.note_use(live.branch)
@@ -281,6 +286,7 @@ class Session(Uncopied):
         live, hinted = self._live, checked_hints(hints)
         with self._engine.lock:
             chosen = generation.check(live, "stream", len(self), params)
+        self.require_kept()
 
         def start() -> Request:
             return generation.submit(live, live.require_idle("stream").tokens.ids, chosen, hints=hinted)
@@ -373,6 +379,7 @@ class Session(Uncopied):
         """Check and render the messages of ``stream_chat``; return its prepared turn."""
         live, hinted, inputs = self._live, checked_hints(hints), TemplateInputs(tools=tools, variables=variables or {})
         asked, tokens = chat.ask(live, messages, params, answer, inputs)
+        self.require_kept()
 
         def start() -> Request:
             live.require_idle("chat")
@@ -556,8 +563,8 @@ class Session(Uncopied):
     def set_kv(self, layer: int, *, start: int = 0, **tensors: Tensor | None) -> None:
         """Overwrite a layer's rows or states, by the names that ``kv`` gives.
 
-        The tensors are rows from position ``start`` on, or the states of a recurrent layer. Those
-        that are not given stay as they are.
+        The tensors are rows from position ``start`` on, or at ``positions`` (one run of them), or
+        the states of a recurrent layer. Those that are not given stay as they are.
 
         From then on the session is pinned and ``modified``, never feeds the prefix cache, and is
         never computed again. Only its last token runs again where the logits after it are wanted
@@ -692,6 +699,17 @@ class Session(Uncopied):
         live = getattr(self, "_live", None)
         if live is not None and not live.closed:
             self._engine.finalizers.leave(self._end)
+
+    def require_kept(self) -> None:
+        """Save it again if the last save failed. ``NotDurable`` if that fails too: then a call that
+        would change it is not begun."""
+        if not self._unwritten or self._live.closed:
+            return
+        try:
+            self._keep(wait=True)
+        except NotDurable as error:
+            error.about("the call was not begun")
+            raise
 
     def _keep(self, *, wait: bool) -> Future[None] | None:
         return None if self._keeper is None else self._keeper.keep(self, wait=wait)

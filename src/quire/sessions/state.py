@@ -125,6 +125,7 @@ def _kept_states(live: LiveSequence, layer: int, spec: LayerSpec) -> dict[str, T
 def write(live: LiveSequence, layer: int, start: int, tensors: Mapping[str, Tensor | None]) -> None:
     """Overwrite the state of a layer."""
     spec = live.layer_spec(layer)
+    start, tensors = layer_memory.placed(spec, tensors, start)
     count, length = layer_memory.check_names(spec, layer, tensors, start, len(live)), len(live)
     try:
         _write(live, spec, layer, tensors, start, count, length)

@@ -311,7 +311,7 @@ class SessionJournal:
             try:
                 yield
             except sqlite3.Error as error:
-                helps = "; free space on its disk and repeat the call" if _code(error) == sqlite3.SQLITE_FULL else ""
+                helps = "; free space on its disk" if _code(error) == sqlite3.SQLITE_FULL else ""
                 raise NotDurable(f"the state directory cannot be read or written: {error}{helps}") from error
 
     # -- opening -----------------------------------------------------------------------------------

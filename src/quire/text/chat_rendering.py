@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 from quire.base.config import CHAT_TEMPLATES
 from quire.base.errors import InvalidArgument, context_full
+from quire.base.signatures import require_text
 from quire.text.chat_calls import SURROGATE, fill_contents_of_calls, read_calls, renewed, take_text_from_calls
 from quire.text.limited_process import LimitReached
 from quire.text.long_texts import TextLimit
@@ -156,6 +157,7 @@ def _plain_message(message: Message, where: str, template: ParsedTemplate) -> di
         raise InvalidArgument(
             field=f"{where}.role", given=message.get("role"), allowed="a non-empty string such as 'user'"
         )
+    require_text(f"{where}.role", role)
     if role == "developer" and not template.knows_developers:
         plain["role"] = "system"
     if plain.get("tool_calls") == []:

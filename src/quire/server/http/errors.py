@@ -5,6 +5,7 @@ Routes raise ``ApiError``, or let Quire's own errors through. Only this module k
 
 from __future__ import annotations
 
+import ast
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from starlette.routing import BaseRoute, Match
 
 from quire.base.errors import (
     CONTEXT_FULL,
+    MAX_SHOWN,
     AlreadyExists,
     BlendLoadError,
     Cancelled,
@@ -42,7 +44,7 @@ from quire.base.errors import (
     Unsupported,
 )
 from quire.base.metrics import REFUSAL_ERRORS
-from quire.base.other_names import PATHS
+from quire.base.other_names import path_hint
 from quire.base.signatures import shown
 from quire.grammars.trial import GrammarsBusy
 
@@ -94,6 +96,12 @@ ANTHROPIC_TYPES = {
 }
 """Anthropic's types by status. Others are "invalid_request_error", from 500 on "api_error"."""
 
+
+MOST_BRANCHES = 2
+"""Most further members of a union that an error tells of."""
+
+PYTHONS = tuple("TFN[{")
+"""How values begin that Python writes in another way than JSON."""
 
 OLLAMA = "/api"
 """Where errors have ollama's shape, as they have below."""
@@ -168,6 +176,7 @@ class ApiError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
+        message = _in_json(message)
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
         self.type = TYPES.get(status) or ("server_error" if status >= 500 else "invalid_request_error")
@@ -179,6 +188,20 @@ class ApiError(Exception):
         # LangChain looks for the code in the text of OpenAI's exceptions, which is the message.
         message = f"{self.message} ({CONTEXT_FULL})" if self.code == CONTEXT_FULL else self.message
         return {"error": {"message": message, "type": self.type, "param": self.param, "code": self.code}}
+
+
+def _in_json(message: str) -> str:
+    """Return a message that ends with a given value, which Python has written, with true, false,
+    null, lists and objects as JSON has them."""
+    said, got, rest = message.rpartition("got ")
+    value, more, count = rest.partition(" (and ")
+    if not got or value[:1] not in PYTHONS or len(value) > MAX_SHOWN:
+        return message
+    try:
+        written = json.dumps(ast.literal_eval(value), ensure_ascii=False)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):  # cut short, or no value
+        return message
+    return f"{said}{got}{written}{more}{count}"
 
 
 def ollama_body(error: ApiError) -> dict[str, Any]:
@@ -289,7 +312,7 @@ def validation_error(problems: Sequence[Mapping[str, Any]]) -> ApiError:
     if kind == "extra_forbidden":
         message = "there is no such field in this call"
     elif kind not in ("missing", "value_error", "assertion_error"):  # nothing was given; checks of our own say what
-        message = f"{message}, got {shown(first.get('input'))}"
+        message = f"{message}, got {_given(first.get('input'))}"
     if first.get("type") == "json_invalid":
         reason = (first.get("ctx") or {}).get("error", message)
         return ApiError(400, f"the body is not valid JSON: {reason}", code="invalid_json")
@@ -299,8 +322,28 @@ def validation_error(problems: Sequence[Mapping[str, Any]]) -> ApiError:
             "the body must be a JSON object, sent as Content-Type: application/json",
             code="invalid_argument",
         )
-    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    others = problems[1:]
+    if param is not None and any(_is_branch(part) for part in fields):
+        # The members of a union: a value that no member takes has a problem with each.
+        same = [one for one in others if _fields(one) and _fields(one)[0] == fields[0]]
+        others = [one for one in others if one not in same]
+        for one in same[:MOST_BRANCHES]:
+            path = ".".join(part for part in _fields(one) if not _is_branch(part))
+            message += f"; or {path}: {one.get('msg', 'invalid')}, got {_given(one.get('input'))}"
+    more = f" (and {len(others)} more)" if others else ""
     return ApiError(400, f"{param or where}: {message}{more}", param=param, code="invalid_argument")
+
+
+def _fields(problem: Mapping[str, Any]) -> list[str]:
+    """Return the path of a problem within the body, with the members of unions in it."""
+    return [str(part) for part in problem.get("loc", ())][1:]
+
+
+def _given(value: object) -> str:
+    """Return a value of a body in a few words."""
+    if isinstance(value, (list, dict)):
+        return "a list" if isinstance(value, list) else "an object"
+    return json.dumps(value) if value is None or isinstance(value, bool) else shown(value)
 
 
 def _is_branch(part: str) -> bool:
@@ -353,7 +396,7 @@ def install(app: FastAPI) -> None:
             # The framework tells those of one route, and a path may have several.
             headers["Allow"] = ", ".join(sorted(_methods(request, request.app.routes)))
         message = {
-            404: f"there is no {request.url.path}; {PATHS.get(request.url.path, 'the document /openapi.json lists what there is')}",
+            404: f"there is no {request.url.path}; {path_hint(request.url.path)}",
             405: f"{request.url.path} does not take {request.method}; it takes {headers.get('Allow')}",
         }.get(error.status_code, str(error.detail))
         answer = ApiError(error.status_code, message, code=codes.get(error.status_code), headers=headers)

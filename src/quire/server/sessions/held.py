@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.async_llm import AsyncSession
-from quire.base.errors import FailedPrecondition, NotDurable, NotFound, QuireError
+from quire.base.errors import FailedPrecondition, NotDurable, NotFound, QuireError, took_effect
 from quire.base.hints import PinAccount
 from quire.server.http import logs
 from quire.server.http.errors import RETRY_AFTER, ApiError, bad_field, busy
@@ -221,7 +221,8 @@ class Sessions:
         held = self.take(owner, session_id, verb)
         try:
             yield held
-            await self.keep(held)
+            with took_effect():
+                await self.keep(held)
         except BaseException:
             await asyncio.shield(self.spawn(self.release_when_durable(held)))
             raise

@@ -8,7 +8,7 @@ from typing import Any
 
 from quire.async_llm import AsyncSession, AsyncStream, SampleDelta
 from quire.async_llm.stream import PromptProgress
-from quire.base.errors import FailedPrecondition, NotFound, QuireError
+from quire.base.errors import FailedPrecondition, NotFound, QuireError, took_effect
 from quire.base.finalizers import unless_exiting
 from quire.base.hints import NO_HINTS, CacheHints
 from quire.base.outputs import RequestOutput
@@ -116,7 +116,8 @@ class ClientSessionStream(AsyncIterator[SampleDelta]):
             self._undo = None
             if delta.finish_reason is not None and self._held is not None and self._context.sessions.keeper is not None:
                 await self._stream.aclose()  # a chat's turn is noted at its end
-                await self._context.sessions.keep(self._held)
+                with took_effect():
+                    await self._context.sessions.keep(self._held)
             return delta
         except asyncio.CancelledError:
             # The request is cancelled already and its tokens stay. Nothing can be awaited here.
