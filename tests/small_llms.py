@@ -199,15 +199,16 @@ def checkpoint(request: pytest.FixtureRequest, checkpoints: dict[str, Checkpoint
 
 
 def make_family(kind: str, path: Path, **others: Any) -> Checkpoint:
-    """A checkpoint of one of the families of ``tests.test_parity``, with other fields."""
+    """A checkpoint of one of the families of ``tests.test_parity``, with other fields, and with one
+    set of frequencies (``ONE_ROPE``) unless these name others."""
     from tests.test_parity import FAMILIES as EVERY
-    from tests.test_parity import SIZES
+    from tests.test_parity import ONE_ROPE, SIZES
 
     name, changes = EVERY[kind]
     torch.manual_seed(7)
     model = getattr(transformers, f"{name}ForCausalLM")
     sizes = {**SIZES, "vocab_size": VOCAB, "max_position_embeddings": CONTEXT}
-    peer = model(model.config_class(**{**sizes, **changes, **others})).float().eval()
+    peer = model(model.config_class(**{**sizes, **changes, **ONE_ROPE.get(kind, {}), **others})).float().eval()
     with torch.no_grad():
         for parameter in peer.parameters():
             parameter.mul_(3.0 if parameter.dim() > 1 else 1.0).add_(0.1 * torch.randn_like(parameter))

@@ -151,7 +151,27 @@ def is_recurrent(name: str) -> bool:
     return any(name.startswith(one) for one in (*RECURRENT, "granitemoehybrid", "granite-hybrid"))
 
 
-BLENDABLE = [name for name in EVERY if not is_recurrent(name)]
+SHARED_ROWS = ("gemma3n", "gemma4")
+"""Families whose last blocks read K and V of blocks before them."""
+BLENDABLE = [name for name in EVERY if not is_recurrent(name) and name not in SHARED_ROWS]
+
+
+@pytest.mark.parametrize("name", SHARED_ROWS)
+def test_blocks_that_read_others_rows_are_not_blended(
+    name: str, families: dict[str, Checkpoint], tmp_path_factory: pytest.TempPathFactory, make_llm: MakeLLM
+) -> None:
+    checkpoint = family(name, families, tmp_path_factory)
+    llm = make_llm(checkpoint)
+    recorder = record(llm)
+    for call in (
+        lambda: llm.generate([[SEGMENTS[0], QUESTION]], greedy(1), blend=blended()),
+        lambda: llm.warm(SEGMENTS),
+    ):
+        with pytest.raises(Unsupported, match="some of its blocks have no keys and values of their own"):
+            call()
+    assert not recorder.forwards
+    (output,) = llm.generate([[SEGMENTS[0], QUESTION]], greedy(COUNT))
+    assert output.outputs[0].token_ids == checkpoint.greedy(joined([SEGMENTS[0], QUESTION]), COUNT)
 
 
 @pytest.mark.turns(4)

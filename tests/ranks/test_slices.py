@@ -74,7 +74,8 @@ def test_logits_of_mixers(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("layout", [(2, 1), (1, 2)])
 def test_all_ranks_take_the_factors_of_the_longest_sequence(tmp_path: Path, layout: tuple[int, int]) -> None:
     """The short ones, as transformers does in runs of this length."""
-    family, (slices, stages) = make_family("phimoe", tmp_path), layout
+    (_, fields), (slices, stages) = FAMILIES["phimoe"], layout
+    family = make_family("phimoe", tmp_path, rope_parameters=fields["rope_parameters"])
     exact = run_exactly(family.model, torch.tensor(gemma.TOKENS))
     options = {"max_model_len": 128, "tensor_parallel_size": slices, "pipeline_parallel_size": stages}
     with gemma.opened(family.path, **options) as llm:

@@ -15,7 +15,7 @@ from tests.ranks.thread_ranks import thread_ranks  # noqa: F401
 from tests.sessions import test_family_conversations as families
 from tests.sessions.test_conversations import run
 from tests.small_llms import Checkpoint, MakeLLM, greedy, make_family, random_tokens
-from tests.test_parity import FAMILIES, GEMMA3N, ONE_ROPE, SIZES
+from tests.test_parity import FAMILIES, GEMMA3N, SIZES
 
 from quire import LLM
 from quire.base.errors import RanksBroken, Unsupported
@@ -42,10 +42,8 @@ MORE: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 6,
         "layer_types": ["sliding_attention", *["full_attention", "sliding_attention"] * 2, "full_attention"],
     },
-    **ONE_ROPE,
 }
-"""Of two families a block more, which shares its K and V with none; of others one set of
-frequencies."""
+"""Of two families a block more, which shares its K and V with none."""
 
 
 DIVIDED = ("llama", "gemma3", "gpt-oss", "qwen3-moe", "mistral-window", "granite")
