@@ -386,9 +386,23 @@ MUTANTS = (
     Mutant(
         name="requests-repeat-as-those-before-them",
         file=LOOKUP,
-        old="before = self._base.of(length) * min(1.0, self._came / self._expected)",
-        new="before = self._base.of(length)",
+        old="            before *= min(1.0, self._came / self._expected)\n",
+        new="",
         tests=(f"{UNITS}/test_lookup.py",),
+    ),
+    Mutant(
+        name="drafts-below-what-is-used-are-proposed",
+        file=LOOKUP,
+        old="max(LEAST, context.least)",
+        new="LEAST",
+        tests=(f"{UNITS}/test_lookup.py",),
+    ),
+    Mutant(
+        name="drafts-are-looked-for-where-none-can-pay",
+        file="speculation/controller.py",
+        old="(own + seconds(rows + count) - without) > least for",
+        new="own > least for",
+        tests=(f"{UNITS}/test_controller.py",),
     ),
     Mutant(
         name="draft-models-share-sequences-between-salts",
