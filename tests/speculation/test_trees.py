@@ -118,7 +118,8 @@ def test_parents_that_make_no_tree(parents: list[int], reason: str) -> None:
 def test_likely_trees(seed: int, width: int, most: int) -> None:
     """Level by level the likeliest drafts run, and their own drafts are taken from their rows."""
     rng = random.Random(seed)
-    tree, rows = LikelyTree(most=most, width=width), [[]]
+    least = 0.6 * (seed % 2)
+    tree, rows = LikelyTree(most=most, width=width, least=least), [[]]
     while True:
         last = list(tree.next)
         behind = [sorted((rng.random() for _ in range(width)), reverse=True) for _ in rows]
@@ -127,7 +128,8 @@ def test_likely_trees(seed: int, width: int, most: int) -> None:
         new = range(before, len(tree.tokens))
         assert [tree.parents[node] for node in new] == [one for one in (last or [-1]) for _ in range(width)]
         able = sorted(
-            (node for node in new if tree.promises[node] >= LEAST_CHANCE), key=lambda node: -tree.promises[node]
+            (node for node in new if tree.promises[node] >= max(LEAST_CHANCE, least)),
+            key=lambda node: -tree.promises[node],
         )
         assert tree.next == able[: min(width, most - 1 - len(tree.ran))]
         assert [(last or [-1])[row] for row in tree.rows] == [tree.parents[node] for node in tree.next]

@@ -170,7 +170,7 @@ class DraftModel:
         tokens.truncate(kept)
         if kept < length:
             self.runner.execute(Step(edits=(Pop(seq, length - kept),)))
-        return Chain(follower=follower, ids=ids, most=most, seq=seq, width=self._width)
+        return Chain(follower=follower, ids=ids, most=most, seq=seq, width=self._width, least=context.least)
 
     def _catch_up(self, chains: list[Chain]) -> list[Chain]:
         """Run missing tokens of the requests, at most those of one forward, short ones first.

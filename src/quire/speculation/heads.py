@@ -274,7 +274,7 @@ class Heads:
         if not reader.follow(ids):
             return None
         self._pop(reader)
-        return Chain(reader=reader, most=most, width=self._width)
+        return Chain(reader=reader, most=most, width=self._width, least=context.least)
 
     def _draft(self, chains: list[Chain]) -> None:
         chains, counts = chains[: self._step_tokens], []

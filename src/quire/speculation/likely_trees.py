@@ -23,6 +23,8 @@ class LikelyTree:
     """Most drafts that the model may run."""
     width: int = 1
     """Most of one level."""
+    least: float = 0.0
+    """As ``Context.least``: no draft has others behind it that would not be used."""
     tokens: list[int] = field(default_factory=list)
     chances: list[float] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
@@ -44,7 +46,7 @@ class LikelyTree:
             for token, chance in zip(*behind, strict=True):
                 if not (promise := chance * (1.0 if parent < 0 else self.promises[parent])) > 0:
                     continue
-                if promise >= LEAST_CHANCE:
+                if promise >= max(LEAST_CHANCE, self.least):
                     found.append((len(self.tokens), row))
                 self.tokens.append(token)
                 self.chances.append(chance)
