@@ -74,7 +74,6 @@ WITHOUT_TORCH = (
 INSPECTED = (
     "quire.cli.main",
     "quire.cli.state",
-    "quire.cli.watch",
     "quire.llm",
     "quire.server.http.app",
     "quire.sessions.display",

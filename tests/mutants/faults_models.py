@@ -315,7 +315,7 @@ ROWS = (
     ),
     Mutant(
         name="soft-caps-left-to-pytorch",
-        file="nn/logits.py",
+        file="nn/embedding.py",
         old="return logits_RV if self.softcap is None else self.row_kernels.soft_cap(logits_RV, self.softcap)",
         new="return logits_RV if self.softcap is None else REFERENCE_ROWS.soft_cap(logits_RV, self.softcap)",
         tests=("runner/test_recurrent_rows.py::test_rows_are_the_same_in_any_batch",),

@@ -57,7 +57,7 @@ def examine() -> list[Finding]:
         *findings,
         *_devices(torch.__version__),
         _waiting(),
-        *_memory(),
+        _memory(),
         _kernels(),
         _ranks(),
         _weights(),
@@ -111,14 +111,14 @@ def _waiting() -> Finding:
     return Finding("waiting threads", value, openmp.DECISION != "late", advice)
 
 
-def _memory() -> list[Finding]:
+def _memory() -> Finding:
     import torch
 
     from quire.runner.pool_budget import free_budget
 
     pool = free_budget(torch.device("cpu")).nbytes
     text = f"{pool / 2**30:.1f} GiB would be the KV pool on the CPU (a quarter of what is free)"
-    return [Finding("memory", text, pool > 64 * 2**20, "Free some memory, or give kv_cache_memory.")]
+    return Finding("memory", text, pool > 64 * 2**20, "Free some memory, or give kv_cache_memory.")
 
 
 def _kernels() -> Finding:

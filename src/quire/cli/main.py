@@ -47,7 +47,6 @@ from quire.cli.options import (
     one_sentence,
 )
 from quire.cli.state import state_app
-from quire.cli.watch import top, trace
 
 if TYPE_CHECKING:
     from quire.llm import LLM
@@ -56,6 +55,9 @@ ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL
 
 ListedArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help=LISTED_HELP, show_default=False)]
 ListedOption = Annotated[str | None, typer.Option("--model", "-m", help=LISTED_HELP, show_default=False)]
+
+HERE = "http://127.0.0.1:8000"
+ServerOption = Annotated[str, typer.Option("--url", help="The server's address.")]
 
 COLLECT_AFTER = 50_000
 """Number of new objects after which Python's garbage collector runs."""
@@ -484,8 +486,37 @@ def doctor(
     print_findings(findings)
 
 
-command(app)(top)
-command(app)(trace)
+@command(app)
+def top(
+    url: ServerOption = HERE,
+    api_key: KeyOption = None,
+    interval: Annotated[float, typer.Option(help="Seconds between two looks.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Show it once and end.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and end.")] = False,
+) -> None:
+    """Show a running server: tokens per second, requests, latencies, pages, tiers; q ends it.
+
+    Without a terminal it is shown once. A server that goes away is waited for.
+    """
+    from quire_inspector.top import run_top
+
+    run_top(url, api_key=api_key, interval=interval, once=once, as_json=as_json)
+
+
+@command(app)
+def trace(
+    url: ServerOption = HERE,
+    api_key: KeyOption = None,
+    seconds: Annotated[float, typer.Option(help="How long to record. Ctrl-C ends it earlier.")] = 10.0,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The file, which is replaced.")] = Path("trace.json"),
+) -> None:
+    """Record the steps and requests of a running server into a file for Perfetto.
+
+    ui.perfetto.dev and chrome://tracing show such files. There are no texts in them.
+    """
+    from quire_inspector.trace import record_trace
+
+    record_trace(url, output, seconds=seconds, api_key=api_key)
 
 
 # -- the entry point -------------------------------------------------------------------------------

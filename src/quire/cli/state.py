@@ -241,14 +241,15 @@ def _within(
 def _run(store: str | None, state_dir: Path | None, function: Callable[[StoreTier], Coroutine[Any, Any, R]]) -> R:
     import asyncio
 
-    return asyncio.run(_closing(_tier(store, state_dir), function))
+    tier = _tier(store, state_dir)
 
+    async def run() -> R:
+        try:
+            return await function(tier)
+        finally:
+            await tier.close()
 
-async def _closing(tier: StoreTier, function: Callable[[StoreTier], Coroutine[Any, Any, R]]) -> R:
-    try:
-        return await function(tier)
-    finally:
-        await tier.close()
+    return asyncio.run(run())
 
 
 def _tier(store: str | None, state_dir: Path | None, *, new: bool = False) -> StoreTier:

@@ -35,10 +35,9 @@ from quire.contracts.model import Block, Model, OpenPass, Pass
 from quire.contracts.recurrence import MixerCall, RecurrentParts
 from quire.contracts.rows import HeadNormWeights, RowKernels
 from quire.nn.attention import Attention, GatedAttention
-from quire.nn.embedding import Embedding, ScaledEmbedding
+from quire.nn.embedding import Embedding, ScaledEmbedding, ShapedLogits
 from quire.nn.experts import MixtureOfExperts
 from quire.nn.linear import Linear
-from quire.nn.logits import ShapedLogits
 from quire.nn.mlp import GatedMLP, SquaredMLP
 from quire.nn.norm import RMSNorm
 from quire.nn.packed import KernelLinear

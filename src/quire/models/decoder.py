@@ -35,9 +35,8 @@ from quire.models.blocks import (
     joined_stack,
 )
 from quire.nn.attention import Attention, GrowingAttention, NormedAttention, QueryGrowth, WidthNormedAttention
-from quire.nn.embedding import Embedding, ScaledEmbedding
+from quire.nn.embedding import Embedding, ScaledEmbedding, ShapedLogits
 from quire.nn.linear import Linear
-from quire.nn.logits import ShapedLogits
 from quire.nn.mlp import GatedMLP
 from quire.nn.norm import LayerNorm, LayerNormPerHead, RMSNorm
 from quire.nn.packed import KernelLinear, kept, pack_maps, packed

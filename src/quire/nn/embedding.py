@@ -1,16 +1,19 @@
-"""Token embedding.
+"""A model's two ends: token embedding, and the factor and soft cap of its logits.
 
-Letters: T tokens, V vocabulary, E model width.
+Letters: T tokens, R rows of the head, V vocabulary, E model width.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from quire.contracts.linear import LinearMap, TableMap
+from quire.contracts.rows import RowKernels
+from quire.ops.rows import REFERENCE_ROWS
 from quire.weights.packed import EXACT_FORMS, unpack
 
 
@@ -68,3 +71,18 @@ class ScaledEmbedding(Embedding):
     def __call__(self, tokens_T: Tensor) -> Tensor:
         """Map int64 ``[T]``, each in 0..V-1, to a fresh ``[T, E]``."""
         return super().__call__(tokens_T).mul_(self.scale)
+
+
+@dataclass(slots=True, eq=False)
+class ShapedLogits:
+    """``softcap * tanh(scale * logits / softcap)``; without a soft cap ``scale * logits``."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+    row_kernels: RowKernels = REFERENCE_ROWS
+
+    def __call__(self, logits_RV: Tensor) -> Tensor:
+        """Change float32 ``[R, V]`` in place and return it."""
+        if self.scale != 1.0:
+            logits_RV.mul_(self.scale)
+        return logits_RV if self.softcap is None else self.row_kernels.soft_cap(logits_RV, self.softcap)
