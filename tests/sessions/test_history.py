@@ -670,6 +670,12 @@ def test_round_trips(stored: MakeStored, llama: Checkpoint, tmp_path: Path, kind
             there.pull("nothing", url)
 
 
+def test_a_pull_makes_no_store(stored: MakeStored, llama: Checkpoint, tmp_path: Path) -> None:
+    with pytest.raises(NotFound, match=r"there is no store: .* does not exist"):
+        stored(llama).pull("one", f"file://{tmp_path}/mistyped")
+    assert not (tmp_path / "mistyped").exists()
+
+
 def test_a_server_that_is_not_there(stored: MakeStored, llama: Checkpoint) -> None:
     llm = stored(llama)
     llm.session(PROMPT).commit("one")

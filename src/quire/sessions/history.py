@@ -25,7 +25,7 @@ from quire.store.collection import Collected, collect
 from quire.store.commits import SessionCommit, checked_branch, space_of
 from quire.store.history import Difference, History
 from quire.store.transfer import Transferred, transfer
-from quire.store.urls import durable_tier
+from quire.store.urls import durable_tier, existing
 
 R = TypeVar("R")
 LOG = logging.getLogger("quire.store")
@@ -112,7 +112,7 @@ def copy(
     require_bool("force", force)
     checked_branch(name)
     show = on_terminal() if use_tqdm is None else use_tqdm
-    other = durable_tier(url)
+    other = durable_tier(url) if verb == "push" else existing(durable_tier(url))
 
     async def run(history: History) -> Transferred:
         there = History(other, history.space)
