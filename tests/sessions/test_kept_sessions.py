@@ -439,6 +439,28 @@ def test_what_is_not_kept_is_said_not_to_be_begun_again(make_llm: MakeLLM, llama
     assert llm.resume("one").tokens == held
 
 
+def test_a_stream_that_cannot_be_kept_took_effect(
+    make_llm: MakeLLM, llama: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = make_llm(llama, state_dir=tmp_path / "a")
+    session = llm.session(PROMPT, name="one")
+    stream = session.stream(greedy(2))
+    next(stream)
+    assert llm.kept is not None
+    with monkeypatch.context() as patch:
+
+        def full(_: object) -> None:
+            raise NotDurable("the disk is full")
+
+        patch.setattr(llm.kept.journal, "write", full)
+        with pytest.raises(NotDurable, match=r"the call took effect, .*: the disk is full"):
+            list(stream)
+        with pytest.raises(NotDurable, match="was not begun: the disk is full"):
+            session.stream(greedy(2))
+    session.stream(greedy(2)).close()
+    check(llm)
+
+
 def test_awaited(llama: Checkpoint, tmp_path: Path) -> None:
     async def main() -> None:
         options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "kv_cache_memory": "1MiB"}

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import NamedTuple, Self
 
+from quire.base.errors import took_effect
 from quire.base.finalizers import unless_exiting
 from quire.base.interrupts import SHIELD, check
 from quire.base.outputs import Reuse, StreamDelta
@@ -96,7 +97,8 @@ class SessionStream(Uncopied, Iterator[StreamDelta]):
         is kept, and could not be."""
         self._over = True
         if (durable := self._end()) is not None:
-            durable.result()
+            with took_effect():
+                durable.result()
 
     @unless_exiting
     def __del__(self) -> None:
