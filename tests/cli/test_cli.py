@@ -138,6 +138,7 @@ def test_config_file_sets_options_and_the_command_line_wins(
         (["generate", "x", "--stop-token-ids", "a"], "'--stop-token-ids': 'a' is not an integer"),
         (["generate", "def \udcff"], "is not UTF-8: byte 0xff at index 4"),
         (["inspect", "x", "--port", "abc"], "'--port': 'abc' is not an integer"),
+        (["generate", "tiny-python"], "'tiny-python' is a model, and there is no prompt; put one behind it"),
         (["generate", "one", "two", "three"], "3 arguments are given, where PROMPT or MODEL PROMPT is accepted"),
         (["generate", "one", "two", "-m", "three"], "quire: the model is given twice, as 'one' and as --model 'three'"),
         (["generate", "/no/such/place", "x"], "/no/such/place"),

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -364,7 +365,7 @@ def test_another_model(make_llm: MakeLLM, checkpoints: dict[str, Checkpoint], tm
     assert make_llm(checkpoints["mistral"], state_dir=directory).resume("one").tokens == [7, 8, 9]
 
 
-def test_the_directory(make_llm: MakeLLM, llama: Checkpoint, tmp_path: Path) -> None:
+def test_the_directory(make_llm: MakeLLM, llama: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = tmp_path / "deep/er"
     llm = make_llm(llama, state_dir=directory)
     llm.session([1], name="one")
@@ -381,6 +382,9 @@ def test_the_directory(make_llm: MakeLLM, llama: Checkpoint, tmp_path: Path) -> 
     for bad in (tmp_path / "file", Path("/proc/quire")):
         with pytest.raises(InvalidArgument, match=r"cannot be used: .*; give a directory that can be written"):
             LLM(llama.path, state_dir=bad)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(total=1 << 20, used=1 << 20, free=4096))
+    with pytest.raises(InvalidArgument, match=r"cannot be used: .*; its disk is full, free space on it"):
+        LLM(llama.path, state_dir=tmp_path / "file")
 
 
 def fill(llm: LLM) -> None:

@@ -123,6 +123,16 @@ def _root(
     )
 
 
+def _is_model(word: str) -> bool:
+    """Return whether the only argument of ``generate`` is a model on this machine."""
+    from quire.models.catalogue import bundled_models
+
+    if word in bundled_models():
+        return True
+    looks_so = word.endswith(".gguf") or "/" in word
+    return looks_so and os.path.exists(word) and (word.endswith(".gguf") or os.path.exists(f"{word}/config.json"))
+
+
 @command(app, "sampling", "engine")
 def generate(
     words: Annotated[
@@ -144,7 +154,13 @@ def generate(
             f"{len(words)} arguments are given, where PROMPT or MODEL PROMPT is accepted; put the prompt in quotes"
         )
     *named, prompt = words
-    model, chosen = chosen_model(model, options, *named)
+    given, chosen = given_model(model, options, *named)
+    if given is None and _is_model(prompt):
+        raise InvalidArgument(
+            f"{prompt!r} is a model, and there is no prompt; put one behind it, where - reads it from stdin "
+            "(with -m MODEL the name of a model may be the prompt)"
+        )
+    model = DEFAULT_MODEL if given is None else given
     text = sys.stdin.read() if prompt == "-" else prompt
     started = time.perf_counter()
     llm = _load(model, chosen, adapter)

@@ -360,6 +360,9 @@ class SessionJournal:
         return aside
 
 
+ROOM: Final = 64 << 10
+"""Free bytes of a disk below which an open journal has no room."""
+
 _SELECT: Final = "SELECT sessions.id, fields, tokens, digest, value FROM sessions LEFT JOIN times USING (id)"
 
 
@@ -452,6 +455,11 @@ def _code(error: BaseException) -> int:
 
 def _unusable(directory: Path, reason: str) -> InvalidArgument:
     message = f"state_dir {str(directory)!r} cannot be used: {reason}; give a directory that can be written"
+    with suppress(OSError):
+        # SQLite calls a full disk an I/O error where its shared memory does not fit.
+        disk = shutil.disk_usage(directory)
+        if disk.total and disk.free < ROOM:
+            message = f"state_dir {str(directory)!r} cannot be used: {reason}; its disk is full, free space on it"
     return InvalidArgument(message, field="state_dir")
 
 
