@@ -1,21 +1,38 @@
-"""Steps in flight: they were queued, and their tokens are not read."""
+"""Steps in flight: queued, with tokens that are not read; and the decodes behind them. No torch."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
+import numpy as np
+
+from quire.base.token_history import Ids
+from quire.base.types import Step
+from quire.branches.extension import Extension
+from quire.engine.checkpoints import Checkpoints
 from quire.engine.request import Request
+from quire.engine.scheduler import Scheduler
 from quire.engine.step_builder import ScheduledStep
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from quire.branches.session_branches import SessionBranches
+    from quire.contracts.kv_state import ModelState
     from quire.engine.sampling_step import Drawing
     from quire.engine.timeline import StepMark
     from quire.speculation.proposer import Draft
+
+
+PATIENCE = 16
+"""Steps ahead in a row beside requests that wait for pages. Then the scheduler checks whether there
+are any: pages come free in other ways than by the end of a request."""
+
+UNREAD: Final[Ids] = np.zeros(1, dtype=np.int64)
+"""The token of a chunk that the host has not read."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,3 +90,43 @@ class InFlightSteps:
         self.last = self.reading = None
         for request in running:
             self._branches.rollback(request.branch, len(request.branch.tokens) - 1)
+
+
+class DecodesAhead:
+    """Chooses the step behind one whose tokens are not known yet: one more token of each request
+    that continues. It makes no room and admits no request, for a scheduler that knows all tokens
+    does that better."""
+
+    def __init__(self, scheduler: Scheduler, state: ModelState, checkpoints: Checkpoints | None) -> None:
+        self._scheduler, self._state, self._checkpoints = scheduler, state, checkpoints
+        self._steps = 0
+        """Steps in a row beside requests that wait for pages."""
+
+    def step(self, requests: Sequence[Request], running: int) -> ScheduledStep | None:
+        """Return the step of one more token of each of ``requests``; its chunks have token 0. None:
+        the tokens are to be known first, for others might run beside them, or room must be made.
+        ``running``: requests of the step before that have not ended."""
+        scheduler, limits = self._scheduler, self._scheduler.limits
+        if not requests or len(requests) > min(limits.max_num_batched_tokens, limits.max_num_seqs):
+            return None
+        if len(scheduler.running) != running or not self._nobody_comes():
+            return None
+        seqs = [request.branch.seq for request in requests if request.branch.seq is not None]
+        counts = [1] * len(seqs)
+        if len(seqs) < len(requests) or self._state.missing_pages(seqs, counts):
+            return None
+        kept = [()] * len(seqs) if self._checkpoints is None else self._checkpoints.wishes(requests, counts)
+        extensions = tuple(Extension(one.branch, one.branch.computed, one.branch.runs) for one in requests)
+        chunks = tuple(one.chunk(UNREAD, "last", positions) for one, positions in zip(extensions, kept, strict=True))
+        scheduler.queues.shares.charge(Counter(request.asked.owner for request in requests))
+        return ScheduledStep(Step(chunks=chunks), tuple(requests), extensions)
+
+    def _nobody_comes(self) -> bool:
+        """Return whether no request waits, or none of the waiting could be admitted now."""
+        scheduler = self._scheduler
+        self._steps = self._steps + 1 if scheduler.waiting and scheduler.lacks_room else 0
+        if not scheduler.waiting:
+            return True
+        if scheduler.queues.seated >= scheduler.limits.max_num_seqs and not scheduler.queues.owes_places:
+            return True
+        return scheduler.lacks_room and self._steps % PATIENCE != 0
