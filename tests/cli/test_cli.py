@@ -794,7 +794,7 @@ def test_generate_refuses_before_it_runs_the_prompt(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(cli, "_load", lambda *_: llm)
-    monkeypatch.setattr(llm.engine, "step", lambda: pytest.fail("it runs the prompt"))
+    monkeypatch.setattr(llm.engine.stepper, "step", lambda: pytest.fail("it runs the prompt"))
     assert run("generate", "x = 1\n" * 100, "--max-tokens", "4000", monkeypatch=monkeypatch) == 2
     assert "4500 tokens (500 in the prompt, 4000 in the completion)" in capsys.readouterr().err
 

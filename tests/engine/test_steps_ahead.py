@@ -37,7 +37,7 @@ from quire import LLM, SamplingParams
 from quire.base.errors import InvalidArgument, QuireError
 from quire.base.sampling_params import StructuredOutputs
 from quire.base.types import Add, Chunk, Inputs, Step
-from quire.engine.decodes_ahead import PATIENCE, DecodesAhead
+from quire.engine.in_flight import PATIENCE, DecodesAhead
 from quire.sampling import filters
 from quire.sampling.draws import Draws
 from quire.sampling.request_sampler import RequestSampler

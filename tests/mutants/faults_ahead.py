@@ -45,14 +45,14 @@ MUTANTS = (
     ),
     Mutant(
         name="ahead-nobody-looks-at-the-queue",
-        file="engine/decodes_ahead.py",
+        file="engine/in_flight.py",
         old="return scheduler.lacks_room and self._steps % PATIENCE != 0",
         new="return scheduler.lacks_room",
         tests=(f"{TESTS}::test_who_waits_for_pages_is_looked_at_again",),
     ),
     Mutant(
         name="ahead-who-comes-waits",
-        file="engine/decodes_ahead.py",
+        file="engine/in_flight.py",
         old="        if not scheduler.waiting:",
         new="        if True:",
         tests=(f"{TESTS}::test_who_waits_for_pages_is_looked_at_again",),

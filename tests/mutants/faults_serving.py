@@ -320,7 +320,7 @@ CHECKPOINTS = (
     ),
     Mutant(
         name="written-states-given-up",
-        file="engine/reclaim.py",
+        file="engine/checkpoints.py",
         old="        for seq in branches.written():\n            ages.pop(seq, None)\n",
         new="",
         tests=("engine/test_checkpoints.py::test_sessions_that_were_written_into_keep_their_states",),

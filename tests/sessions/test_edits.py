@@ -203,14 +203,14 @@ def test_failed_and_cancelled_edits(make_llm: MakeLLM, llama: Checkpoint, monkey
     session.edit((10, 12), NEW)
     assert len(calls) > 2
     goes_on(session, llama, [*PROMPT[:10], *NEW, *PROMPT[12:]])
-    gone, step = llm.session(PROMPT[::-1]), engine.step
+    gone, step = llm.session(PROMPT[::-1]), engine.stepper.step
 
     def closing() -> Any:
         changed = step()
         gone.close()
         return changed
 
-    monkeypatch.setattr(engine, "step", closing)
+    monkeypatch.setattr(engine.stepper, "step", closing)
     with pytest.raises(Cancelled):
         gone.edit((10, 12), NEW)
     monkeypatch.undo()

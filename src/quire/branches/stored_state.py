@@ -467,11 +467,6 @@ class StoredState:
 
     # -- reports and the end -----------------------------------------------------------------------
 
-    def ran(self, num_tokens: int, num_chunks: int, seconds: float, *, waited: bool) -> None:
-        """Record the time of a step, by which ``save`` and ``bring`` decide. ``waited``: its
-        results were waited for, so that the device is not still busy with it."""
-        self.costs.ran(num_tokens, num_chunks, seconds, waited=waited)
-
     def snapshot(self) -> dict[str, float]:
         """Return its metrics by name."""
         return self.metrics.snapshot() | ({} if self.store is None else self.store.snapshot())

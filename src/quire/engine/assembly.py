@@ -15,15 +15,14 @@ from quire.branches.session_branches import SessionBranches
 from quire.branches.stored_state import StoredState
 from quire.engine.blend_runs import BlendRuns
 from quire.engine.blending import Blending, lead_text_of, start_of
-from quire.engine.checkpoints import Checkpoints
-from quire.engine.decodes_ahead import DecodesAhead
+from quire.engine.checkpoints import Checkpoints, EngineSequences
 from quire.engine.drafts import Drafts
 from quire.engine.engine import Engine
 from quire.engine.exact import ExactWindows, window_size
-from quire.engine.in_flight import InFlightSteps
+from quire.engine.in_flight import DecodesAhead, InFlightSteps
 from quire.engine.miss_search import MissSearch, PastPrefixes
 from quire.engine.pins import Pins, PrefixPins
-from quire.engine.reclaim import EngineReclaim, EngineSequences
+from quire.engine.reclaim import EngineReclaim
 from quire.engine.request_checks import RequestChecks
 from quire.engine.request_queues import RequestQueues
 from quire.engine.requests import Requests

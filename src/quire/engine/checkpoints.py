@@ -16,15 +16,19 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from quire.base.token_history import common_prefix
 from quire.base.types import DropCheckpoint, Edit, SeqId
 from quire.engine.request import Request
 
 if TYPE_CHECKING:
+    from quire.branches.session_branches import SessionBranches
+    from quire.branches.stored_state import StoredState
     from quire.contracts.kv_state import ModelState
+    from quire.engine.request_queues import RequestQueues
 
 
 LEAST = 32
@@ -34,24 +38,37 @@ COMPARED = 16
 """Prompts with the same beginning, of those that arrived last, with which a new one is compared."""
 
 
-class AgedSequences(Protocol):
+@dataclass(frozen=True, slots=True)
+class EngineSequences:
     """The sequences of an engine, and when each was used."""
+
+    queues: RequestQueues
+    branches: SessionBranches
+    stored: StoredState
 
     def apply(self, edit: Edit) -> None:
         """Execute an edit at once."""
-        ...
+        self.branches.apply(edit)
 
     def ages(self) -> Mapping[SeqId, int]:
         """Return the sequences whose checkpoints may be given up, the least recently used one with
         the lowest number. Others have another owner, or cannot be computed again."""
-        ...
+        branches = self.branches
+        ages = {} if branches.cache is None else branches.cache.ages()
+        in_use = len(ages)
+        ages |= {one.seq: in_use for one in branches.sessions.values() if one.seq is not None}
+        under_way = (one.branch for one in (*self.queues.running, *self.queues.waiting))
+        ages |= {branch.seq: in_use for branch in under_way if branch.seq is not None}
+        for seq in branches.written():
+            ages.pop(seq, None)
+        return {seq: age for seq, age in ages.items() if not self.stored.is_coming(seq)}
 
 
 class Checkpoints:
     """The decision which states are kept. ``interval``: tokens between two; 0: only where prompts
     branch."""
 
-    def __init__(self, state: ModelState, interval: int, sequences: AgedSequences) -> None:
+    def __init__(self, state: ModelState, interval: int, sequences: EngineSequences) -> None:
         self._state = state
         self.interval = interval
         self._sequences = sequences

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from quire.base.types import Step
 from quire.branches.extension import count_run
-from quire.engine.decodes_ahead import DecodesAhead
-from quire.engine.in_flight import InFlightSteps, StepInTurn
+from quire.engine.in_flight import DecodesAhead, InFlightSteps, StepInTurn
 from quire.engine.request import Request
 from quire.engine.step_builder import ScheduledStep
 from quire.engine.timeline import StepMark

@@ -2,44 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from quire.base.finalizers import FinalizerQueue
-from quire.base.types import Edit, SeqId
+from quire.base.types import SeqId
 from quire.branches.session_branches import SessionBranches
 from quire.branches.stored_state import StoredState
 from quire.engine.checkpoints import Checkpoints
 from quire.engine.in_flight import InFlightSteps
 from quire.engine.pins import PrefixPins
-from quire.engine.request_queues import RequestQueues
 from quire.engine.requests import Requests
 from quire.runner.reclaim import ReclaimKind
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSequences:
-    """Implements ``engine.checkpoints.AgedSequences`` for an engine."""
-
-    queues: RequestQueues
-    branches: SessionBranches
-    stored: StoredState
-
-    def apply(self, edit: Edit) -> None:
-        """Execute an edit at once."""
-        self.branches.apply(edit)
-
-    def ages(self) -> Mapping[SeqId, int]:
-        """Return the time of last use by sequence, without sequences of written states."""
-        branches = self.branches
-        ages = {} if branches.cache is None else branches.cache.ages()
-        in_use = len(ages)
-        ages |= {one.seq: in_use for one in branches.sessions.values() if one.seq is not None}
-        under_way = (one.branch for one in (*self.queues.running, *self.queues.waiting))
-        ages |= {branch.seq: in_use for branch in under_way if branch.seq is not None}
-        for seq in branches.written():
-            ages.pop(seq, None)
-        return {seq: age for seq, age in ages.items() if not self.stored.is_coming(seq)}
 
 
 @dataclass(eq=False, kw_only=True)

@@ -8,7 +8,7 @@ and sends them.
 
 Between two calls of ``step`` there is at most one step in flight, and all tokens that it ran are
 known. Only within ``step`` a second one begins before the tokens of the first one are read. It
-holds one more token of requests that continue for certain (``decodes_ahead``), and of requests that
+holds one more token of requests that continue for certain (``DecodesAhead``), and of requests that
 a stop may end: what ran of these is taken back (``InFlightSteps.withdraw``), and so is what came
 behind a token that was drawn again.
 """
@@ -38,10 +38,9 @@ from quire.branches.stored_state import StoredState
 from quire.engine.blend_runs import BlendRuns
 from quire.engine.blending import Blending
 from quire.engine.decode_turns import DecodeTurns
-from quire.engine.decodes_ahead import DecodesAhead
 from quire.engine.drafts import Drafts
 from quire.engine.exact import ExactWindow, ExactWindows
-from quire.engine.in_flight import DraftRows, InFlightStep, InFlightSteps
+from quire.engine.in_flight import DecodesAhead, DraftRows, InFlightStep, InFlightSteps
 from quire.engine.pins import PrefixPins
 from quire.engine.prompts import embeddings_of
 from quire.engine.request import Request
@@ -452,7 +451,7 @@ class EngineSteps:
         step, seconds = scheduled.step, now - max(flight.launched, self._read_at)
         self._read_at = now
         ended = bool(drawing.ready or flight.changed)
-        self.branches.tier.ran(step.num_tokens, len(step.chunks), seconds, waited=ended)
+        self.stored.costs.ran(step.num_tokens, len(step.chunks), seconds, waited=ended)
         self.timeline.stepped(flight.mark, step.num_tokens, self.metrics.generation_tokens.value)
         if self.drafts is not None and self.in_flight.last is None:
             decodes = len(step.chunks) if len(drawing.ready) == len(step.chunks) else 0

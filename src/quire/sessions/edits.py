@@ -72,14 +72,14 @@ def use_adapter(live: LiveSequence, name: str | None) -> None:
 # -- forks and rewinds -----------------------------------------------------------------------------
 
 
-def fork(live: LiveSequence, length: int) -> SessionBranch:
-    """Return a fork of the first ``length`` tokens, pinned like the session."""
+def fork(live: LiveSequence, length: int) -> LiveSequence:
+    """Return a fork of the first ``length`` tokens, pinned like the session. It has no name."""
     parent = live.branch
     branch = live.engine.branches.fork(parent, length)
     branch.pinned, branch.account = parent.pinned, parent.account
     if length == len(live) and parent.logits is not None:
         branch.logits = parent.logits.clone()
-    return branch
+    return live.child(branch, length)
 
 
 def rewind(live: LiveSequence, to: int | None, n: int | None) -> int:

@@ -427,13 +427,12 @@ class Session(Uncopied):
             length = self._live.position("at", at) if at is not None else len(self)
             if n is not None and (not is_integer(n) or not 1 <= n <= MOST_SAMPLES):
                 raise InvalidArgument(field="n", given=n, allowed=f"an integer in [1, {MOST_SAMPLES}]")
-            children = [self._child(length) for _ in range(1 if n is None else n)]
+            children = []
+            for _ in range(1 if n is None else n):
+                child = Session(edits.fork(self._live, length))
+                child._keeper = self._keeper
+                children.append(child)
             return children[0] if n is None else children
-
-    def _child(self, length: int) -> Session:
-        child = Session(self._live.child(edits.fork(self._live, length), length))
-        child._keeper = self._keeper
-        return child
 
     @kept
     def rewind(self, to: int | None = None, n: int | None = None) -> int:
