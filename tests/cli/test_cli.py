@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import typer
 
-from quire import LLM, FailedPrecondition, InvalidArgument, QuireError, SamplingParams
+from quire import LLM, FailedPrecondition, InvalidArgument, QuireError
 from quire.base.other_names import ALIASES, COMMANDS, OPTIONS, SEVERAL
 from quire.cli import main as cli
 from quire.cli.chat import LocalBackend, TerminalChat
@@ -612,7 +612,7 @@ def test_shell_completion(words: str, wanted: list[str]) -> None:
 
 
 def test_chat_commands(llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    chat = TerminalChat(LocalBackend(llm, SamplingParams(temperature=0, max_tokens=4)))
+    chat = TerminalChat(LocalBackend(llm, {"temperature": 0, "max_tokens": 4}))
     file = tmp_path / "chat.quire"
     assert chat.take("port = 8031")
     main = chat._session.tokens
@@ -649,7 +649,7 @@ def test_chat_commands(llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_what_chat_commands_do_without_a_number_and_a_name(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
-    chat = TerminalChat(LocalBackend(llm, SamplingParams(temperature=0, max_tokens=4)))
+    chat = TerminalChat(LocalBackend(llm, {"temperature": 0, "max_tokens": 4}))
     for line in ("x = 1", "/fork", "y = 2", "/fork", "/switch fork-1", "/rewind"):
         assert chat.take(line)
     assert list(chat._branches) == ["main", "fork-1", "fork-2"]
@@ -660,10 +660,10 @@ def test_what_chat_commands_do_without_a_number_and_a_name(llm: LLM, capsys: pyt
 def test_an_answer_that_was_cut_goes_on(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     """It says so, the rest is what a longer answer would have been, and one turn holds both."""
     question = "def add(a, b):"
-    whole = TerminalChat(LocalBackend(llm, SamplingParams(temperature=0, max_tokens=12)))
+    whole = TerminalChat(LocalBackend(llm, {"temperature": 0, "max_tokens": 12}))
     whole.take(question)
     wanted = capsys.readouterr().out.removesuffix("\n")
-    chat = TerminalChat(LocalBackend(llm, SamplingParams(temperature=0, max_tokens=6)))
+    chat = TerminalChat(LocalBackend(llm, {"temperature": 0, "max_tokens": 6}))
     for line in (question, "/continue"):
         assert chat.take(line)
         out, err = capsys.readouterr()
@@ -679,13 +679,13 @@ def test_an_answer_that_was_cut_goes_on(llm: LLM, capsys: pytest.CaptureFixture[
 
 
 def test_an_answer_that_the_model_ended_is_not_cut(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
-    TerminalChat(LocalBackend(llm, SamplingParams(temperature=0, max_tokens=64, stop=["\n"]))).take("def add(a, b):")
+    TerminalChat(LocalBackend(llm, {"temperature": 0, "max_tokens": 64, "stop": ["\n"]})).take("def add(a, b):")
     assert "cut" not in capsys.readouterr().err
 
 
 def test_a_refused_turn_leaves_nothing_behind(llm: LLM) -> None:
     limit = llm.engine.max_model_len
-    chat = TerminalChat(LocalBackend(llm, SamplingParams(temperature=0, max_tokens=limit - 2)))
+    chat = TerminalChat(LocalBackend(llm, {"temperature": 0, "max_tokens": limit - 2}))
     with pytest.raises(InvalidArgument, match="max_tokens"):
         chat.take("def longer_than_two_tokens(x):")
     assert len(chat._session) == 0
@@ -696,7 +696,7 @@ def test_a_refused_turn_leaves_nothing_behind(llm: LLM) -> None:
 def test_chat_help_says_that_loaded_text_has_no_turns(
     llm: LLM, saved: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    chat = TerminalChat(LocalBackend(llm, SamplingParams(temperature=0, max_tokens=4)))
+    chat = TerminalChat(LocalBackend(llm, {"temperature": 0, "max_tokens": 4}))
     assert chat.take(f"/load {saved}")
     with pytest.raises(InvalidArgument, match="0 turns"):
         chat.take("/rewind 1")
@@ -708,7 +708,7 @@ def test_chat_help_says_that_loaded_text_has_no_turns(
 def test_loaded_text_is_shown(
     llm: LLM, saved: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    chat = TerminalChat(LocalBackend(llm, SamplingParams(temperature=0, max_tokens=4)))
+    chat = TerminalChat(LocalBackend(llm, {"temperature": 0, "max_tokens": 4}))
     assert chat.take(f"/load {saved}")
     assert f"{RECALL}\nnow in recall, " in capsys.readouterr().err
     monkeypatch.setattr("quire.cli.chat.SHOWN", 12)
@@ -720,7 +720,7 @@ def test_loaded_text_is_shown(
 
 
 def test_loaded_text_is_dropped_first(llm: LLM, saved: Path) -> None:
-    chat = TerminalChat(LocalBackend(llm, SamplingParams(temperature=0, max_tokens=4)))
+    chat = TerminalChat(LocalBackend(llm, {"temperature": 0, "max_tokens": 4}))
     for line in (f"/load {saved}", "x = 1", "y = 2"):
         assert chat.take(line)
     with pytest.raises(InvalidArgument, match=r"1\.\.3 turns \(the text that was loaded is the first\)"):
@@ -742,7 +742,7 @@ def test_loaded_text_is_dropped_first(llm: LLM, saved: Path) -> None:
 def test_what_tab_offers(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.quire").touch()
-    chat = TerminalChat(LocalBackend(llm, SamplingParams()))
+    chat = TerminalChat(LocalBackend(llm, {}))
     assert chat.take("/fork other")
     assert {"/help", "/drop", "/window"} & set(chat._completions("/")) == {"/help", "/drop"}
     assert chat._completions("/switch o") == ["main", "other"]
@@ -753,7 +753,7 @@ def test_what_tab_offers(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_a_turn_that_an_interrupt_undid_is_none(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only what the session holds is a turn that can be taken back."""
-    chat = TerminalChat(LocalBackend(llm, SamplingParams(temperature=0, max_tokens=4)))
+    chat = TerminalChat(LocalBackend(llm, {"temperature": 0, "max_tokens": 4}))
 
     def interrupted(*_: object) -> Iterator[tuple[str, int]]:
         raise KeyboardInterrupt

@@ -25,8 +25,8 @@ from tests.server.conftest import (
     wait_for,
 )
 
-from quire import LLM, AsyncLLM, SamplingParams
-from quire.base.errors import InvalidArgument, NotFound, QuireError, ResourceExhausted
+from quire import LLM, AsyncLLM
+from quire.base.errors import InvalidArgument, NotFound, QuireError, ResourceExhausted, Unsupported
 from quire.cli import main as cli
 from quire.cli.chat import LocalBackend, TerminalChat, usual_fields
 from quire.cli.client import BrokenAnswer, HttpFailure
@@ -91,7 +91,32 @@ LINES = [
     "/drop 7",
     "def mul(a, b):",
     "/rewind 1",
+    "/again",
+    "/new",
+    "/again",
+    "/set temperature 0",
+    "/set",
+    "/set nonsense 1",
+    "/set temperature hot",
+    "/set temperature",
+    "/system",
+    "/system Say little.",
+    "class Heap:",
+    "/system",
+    "/system Say a lot.",
+    "/text",
+    "/new beside",
+    "class Tree:",
+    "/text",
+    "/rewind",
+    "class Tree:",
+    "/drop",
+    "class Leaf:",
+    "/text",
+    "/new beside",
+    "/switch main",
     "/load {file}",
+    "/system Say nothing.",
     "def sub(a, b):",
     "/drop 2",
     "/load {file}",
@@ -115,7 +140,7 @@ def test_every_command_does_what_it_does_without_a_server(
 
     typed(tmp_path / "here")
     with LLM(path, **OPTIONS) as local:
-        TerminalChat(LocalBackend(local, SamplingParams(**FIELDS))).run()
+        TerminalChat(LocalBackend(local, FIELDS)).run()
     here = capsys.readouterr()
     typed(tmp_path / "there")
     assert pages_free(served.llm)  # what others have left in the cache is forgotten: /stats counts all pages
@@ -152,7 +177,7 @@ def test_a_full_context_and_the_ways_on(folder: str, request: pytest.FixtureRequ
         fields = {**FIELDS, "max_tokens": 20}
         texts: list[str] = []
         for chat in (
-            TerminalChat(LocalBackend(local, SamplingParams(**fields))),
+            TerminalChat(LocalBackend(local, fields)),
             TerminalChat(RemoteBackend(model, fields)),
         ):
             chat.take("a = 1")
@@ -187,7 +212,7 @@ def test_a_full_context_and_the_ways_on(folder: str, request: pytest.FixtureRequ
             texts.append(chat._session.text)
         window = {"window": 32, "sink": 4}
         for chat in (
-            TerminalChat(LocalBackend(local, SamplingParams(**fields), **window)),
+            TerminalChat(LocalBackend(local, fields, **window)),
             TerminalChat(RemoteBackend(model, fields, **window)),
         ):
             for number in range(4):
@@ -212,7 +237,7 @@ def test_turns_behind_an_edit_are_taken_back(pair: tuple[Served, Path]) -> None:
     """They begin elsewhere then."""
     _, path = pair
     with LLM(path, **OPTIONS) as local:
-        chat = TerminalChat(LocalBackend(local, SamplingParams(**FIELDS)))
+        chat = TerminalChat(LocalBackend(local, FIELDS))
         chat.take("value_one = 1")
         chat.take("value_two = 2")
         chat.take("/fork other")
@@ -415,7 +440,7 @@ def test_history_in_both_chats(
         options: dict[str, Any] = {**OPTIONS, "store": [f"file://{tmp_path / place}"]}
         if place == "here":
             with LLM(plain_folder, **options) as local:
-                TerminalChat(LocalBackend(local, SamplingParams(**FIELDS))).run()
+                TerminalChat(LocalBackend(local, FIELDS)).run()
         else:
             llm = AsyncLLM(plain_folder, **options)
             with serving(llm) as served:
@@ -437,3 +462,67 @@ def test_history_in_both_chats(
         "now in main'', 37 tokens",
     ]
     assert "there is no branch 'nothing'; there are: 'main'" in here_err
+
+
+def test_a_system_message_comes_before_all_turns(chat_folder: Path) -> None:
+    with LLM(chat_folder, **OPTIONS) as llm:
+        params = llm.default_params.replace(**FIELDS)
+        chat = TerminalChat(LocalBackend(llm, FIELDS), None, "Be brief.")
+
+        def messages(system: str, *lines: str) -> list[dict[str, str]]:
+            said = [turn for turn in chat._branch.turns if turn.line in lines]
+            spoken = [
+                {"role": role, "content": text}
+                for turn in said
+                for role, text in (("user", turn.line), ("assistant", turn.answer))
+            ]
+            return [{"role": "system", "content": system}, *spoken][: 2 * len(lines)]
+
+        def prompt(system: str, *lines: str) -> list[int]:
+            (output,) = llm.chat(messages(system, *lines), params)
+            return list(output.prompt_token_ids)
+
+        for line in ("one", "two"):
+            chat.take(line)
+        wanted = prompt("Be brief.", "one", "two")
+        assert chat._session.tokens[: len(wanted)] == wanted
+        chat.take("/system Be long.")
+        chat.take("three")
+        assert "Be brief." not in chat._session.text
+        wanted = prompt("Be long.", "one", "two", "three")
+        assert chat._session.tokens[: len(wanted)] == wanted
+        chat.take("/rewind 3")
+        chat.take("one")
+        wanted = prompt("Be long.", "one")
+        assert chat._session.tokens[: len(wanted)] == wanted
+        chat.take("/new")
+        chat.take("one")
+        assert chat._session.tokens[: len(wanted)] == wanted
+
+
+def test_an_answer_is_given_again_as_sampling_was_set(plain_folder: Path) -> None:
+    with LLM(plain_folder, **OPTIONS) as llm:
+        chat = TerminalChat(LocalBackend(llm, {"temperature": 0, "max_tokens": 6, "ignore_eos": True}))
+        chat.take("def add(a, b):")
+        first, count = chat._branch.turns[0], len(chat._session)
+        chat.take("/again")
+        assert [turn.answer for turn in chat._branch.turns] == [first.answer]
+        chat.take("/set max_tokens 2")
+        chat.take("/again")
+        assert len(chat._session) == count - 4
+        chat.take("/set stop ab")
+        chat.take("/set top_p 0.5")
+        assert chat._backend.fields["stop"] == "ab"
+        for bad in ("/set nonsense 1", "/set top_p 3", "/set top_p hot", "/set top_p"):
+            with pytest.raises(InvalidArgument, match=r"nonsense|top_p"):
+                chat.take(bad)
+        assert chat._backend.fields["top_p"] == 0.5
+        assert "temperature" in chat._completions("/set t")
+
+
+def test_text_without_a_template_has_no_system_message(plain_folder: Path) -> None:
+    with (
+        LLM(plain_folder, **OPTIONS) as llm,
+        pytest.raises(Unsupported, match="--system: this model has no chat template"),
+    ):
+        TerminalChat(LocalBackend(llm, FIELDS), None, "Be brief.")

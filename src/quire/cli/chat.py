@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +12,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from quire.base.errors import CONTEXT_FULL, FailedPrecondition, InvalidArgument, NotFound, QuireError, ResourceExhausted
+from quire.base.errors import (
+    CONTEXT_FULL,
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    QuireError,
+    ResourceExhausted,
+    Unsupported,
+)
+from quire.base.sampling_fields import Surface, declarations_on
 from quire.base.sampling_params import SamplingParams
 from quire.base.signatures import require_text
 from quire.cli.line_input import LineInput, is_typed, paths
@@ -25,6 +35,10 @@ HELP = """\
 /fork [NAME]   copy the conversation under a name (letters, digits and . _ - /; fork-1 and so on unless given) and go
                on in the copy
 /switch NAME   go on in another copy
+/new [NAME]    begin an empty conversation; the others stay
+/system [TEXT] give the conversation a system message, or show it; what was said is run again under it
+/set [FIELD VALUE]  sample further answers so, as in /set temperature 0.7; without a field, show what is set
+/again         take back the last answer, and answer that line once more
 /continue      go on with an answer that was cut or interrupted
 /rewind [N]    take back the last N turns (yours and the answer) of this chat, or the last one; text that was
                loaded has no turns
@@ -80,6 +94,8 @@ class ChatBranch:
     turns: list[TypedTurn] = field(default_factory=list)
     loaded: bool = False
     """Whether it began with a state file. The file's text is no turn."""
+    system: str | None = None
+    """The system message."""
     rebuilt: bool = False
     """Whether it was computed anew since the last answer. It then ends where an answer could
     begin, and the next turn replaces that end."""
@@ -104,13 +120,15 @@ class Backend(Protocol):
 
     templated: bool
     """Whether the model has a chat template."""
+    fields: dict[str, Any]
+    """The fields of sampling that were chosen. The model's defaults count for the others."""
 
-    def begin(self, turns: Sequence[TypedTurn], adapter: str | None) -> Session:
-        """Return a new session that holds these turns."""
+    def begin(self, turns: Sequence[TypedTurn], adapter: str | None, system: str | None = None) -> Session:
+        """Return a new session that holds these turns, behind a system message if there are any."""
 
-    def answer(self, session: Session, line: str | None) -> Iterator[AnswerPiece]:
-        """Add a line, if any, and yield the answer. A line that is refused leaves the session as it
-        was."""
+    def answer(self, session: Session, line: str | None, system: str | None = None) -> Iterator[AnswerPiece]:
+        """Add a line, if any, and yield the answer. ``system``: the message before the first line.
+        A line that is refused leaves the session as it was."""
 
     def is_undone(self, session: Session, before: int, error: BaseException) -> bool:
         """Return whether a turn that ended with ``error`` has left the session as it was, of
@@ -128,18 +146,23 @@ class Backend(Protocol):
 class LocalBackend:
     """Conversations in this process."""
 
-    def __init__(self, llm: LLM, params: SamplingParams, *, window: int | None = None, sink: int = 0) -> None:
-        """``window`` and ``sink`` are those of ``LLM.session``."""
-        self._llm, self._params = llm, params
+    def __init__(self, llm: LLM, fields: Mapping[str, Any], *, window: int | None = None, sink: int = 0) -> None:
+        """``fields``: of ``SamplingParams``. ``window`` and ``sink`` are those of
+        ``LLM.session``."""
+        self._llm, self.fields = llm, dict(fields)
+        self._params()  # Raises ``InvalidArgument`` for wrong values.
         self._window, self._sink = window, sink
         self.templated = llm.tokenizer is not None and bool(llm.tokenizer.chat_templates)
         self.load_session, self.checkout, self.log, self.status = llm.load_session, llm.checkout, llm.log, llm.status
 
-    def begin(self, turns: Sequence[TypedTurn], adapter: str | None) -> Session:
+    def _params(self) -> SamplingParams:
+        return self._llm.default_params.replace(**self.fields)
+
+    def begin(self, turns: Sequence[TypedTurn], adapter: str | None, system: str | None = None) -> Session:
         session = self._llm.session(adapter=adapter, window=self._window, sink=self._sink)
         try:
             if turns and self.templated:
-                output = session.chat(messages_of(turns), FIRST)
+                output = session.chat(messages_of(turns, system), FIRST)
                 session.rewind(to=len(output.prompt_token_ids))
             elif turns:
                 session.append(text="".join(f"{turn.line}\n{turn.answer}" for turn in turns))
@@ -148,16 +171,16 @@ class LocalBackend:
             raise
         return session
 
-    def answer(self, session: Session, line: str | None) -> Iterator[AnswerPiece]:
+    def answer(self, session: Session, line: str | None, system: str | None = None) -> Iterator[AnswerPiece]:
         if line is None:
-            deltas = session.stream(self._params)
+            deltas = session.stream(self._params())
         elif self.templated:
-            deltas = session.stream_chat([{"role": "user", "content": line}], self._params)
+            deltas = session.stream_chat(question(line, system), self._params())
         else:
             before = len(session)
             session.append(text=line + "\n")
             try:
-                deltas = session.stream(self._params)
+                deltas = session.stream(self._params())
             except QuireError:
                 session.rewind(to=before)
                 raise
@@ -173,14 +196,20 @@ class LocalBackend:
 class TerminalChat:
     """A chat that reads stdin, streams answers to stdout and says everything else on stderr."""
 
-    def __init__(self, backend: Backend, adapter: str | None = None) -> None:
-        """Begin a session."""
+    def __init__(self, backend: Backend, adapter: str | None = None, system: str | None = None) -> None:
+        """Begin a session. ``system``: the system message."""
         self._backend = backend
-        self._branches: dict[str, ChatBranch] = {"main": ChatBranch(backend.begin([], adapter))}
+        if system is not None:
+            self._check_system("--system", system)
+        self._branches: dict[str, ChatBranch] = {"main": ChatBranch(backend.begin([], adapter), system=system)}
         self._name = "main"
         self._commands: dict[str, Callable[[str], None]] = {
             "/fork": self._fork,
             "/switch": self._switch,
+            "/new": self._new,
+            "/system": self._system,
+            "/set": self._set,
+            "/again": self._again,
             "/continue": self._continue,
             "/rewind": self._rewind,
             "/drop": self._drop,
@@ -259,6 +288,13 @@ class TerminalChat:
 
         self._answer(line, keep)
 
+    def _again(self, _: str) -> None:
+        if not self._branch.turns:
+            raise InvalidArgument("/again: there is no answer yet; type a line")
+        line = self._branch.turns[-1].line
+        self._take_back(1)
+        self._turn(line)
+
     def _continue(self, _: str) -> None:
         branch = self._branch
         if not branch.turns or branch.rebuilt:
@@ -278,8 +314,9 @@ class TerminalChat:
         branch, before = self._branch, len(self._session)
         started = time.perf_counter()
         answer, count, is_cut = "", 0, False
+        system = None if branch.turns or branch.loaded else branch.system
         try:
-            with closing(cast(Any, self._backend.answer(branch.session, line))) as pieces:
+            with closing(cast(Any, self._backend.answer(branch.session, line, system))) as pieces:
                 for piece in pieces:
                     answer, count = answer + piece.text, count + piece.tokens
                     is_cut |= piece.cut
@@ -300,26 +337,72 @@ class TerminalChat:
     def _rebuild(self, branch: ChatBranch, turns: Sequence[TypedTurn]) -> None:
         """Replace a conversation by these turns, computed anew."""
         old = branch.session
-        branch.session = self._backend.begin(turns, old.adapter)
+        branch.session = self._backend.begin(turns, old.adapter, branch.system)
         branch.turns = [replace(turn, start=None) for turn in turns]
         branch.loaded, branch.rebuilt = False, bool(turns)
         old.close()
 
     # -- commands ----------------------------------------------------------------------------------
 
-    def _fork(self, name: str) -> None:
+    def _free_name(self, command: str, name: str) -> str:
+        """Return the name of a new conversation, ``name`` if it is given."""
         from quire.store.commits import checked_branch
 
-        name = name or next(free for free in map("fork-{}".format, itertools.count(1)) if free not in self._branches)
+        numbered = (f"{command[1:]}-{number}" for number in itertools.count(1))
+        name = name or next(free for free in numbered if free not in self._branches)
         if name in self._branches:
             raise InvalidArgument(
-                f"/fork NAME: {name!r} is taken; give a new name; there are {', '.join(self._branches)}"
+                f"{command} NAME: {name!r} is taken; give a new name; there are {', '.join(self._branches)}"
             )
         checked_branch(name)
-        branch = self._branch
+        return name
+
+    def _fork(self, name: str) -> None:
+        name, branch = self._free_name("/fork", name), self._branch
         self._branches[name] = replace(branch, session=branch.session.fork(), turns=list(branch.turns))
         self._name = name
         self._say(f"now in {name}; nothing was copied")
+
+    def _new(self, name: str) -> None:
+        name, branch = self._free_name("/new", name), self._branch
+        session = self._backend.begin([], branch.session.adapter)
+        self._branches[name], self._name = ChatBranch(session, system=branch.system), name
+        self._say(f"now in {name}, which is empty" + " but for the system message" * (branch.system is not None))
+
+    def _check_system(self, command: str, text: str) -> None:
+        """Refuse a system message for a model that has no place for it."""
+        require_text(command, text)
+        if not self._backend.templated:
+            raise Unsupported(f"{command}: this model has no chat template, so it has no system message; type a line")
+
+    def _system(self, text: str) -> None:
+        branch = self._branch
+        if not text:
+            self._say(branch.system or "there is no system message; /system TEXT gives one")
+            return
+        self._check_system("/system", text)
+        if branch.loaded:
+            raise InvalidArgument("/system: text that was loaded stays as it is; /new begins another conversation")
+        before, branch.system = branch.system, text
+        try:
+            if branch.turns:
+                self._rebuild(branch, branch.turns)
+        except BaseException:
+            branch.system = before
+            raise
+        self._say(f"{len(branch.session)} tokens" if branch.turns else "it comes before your first line")
+
+    def _set(self, text: str) -> None:
+        name, _, value = text.partition(" ")
+        fields = self._backend.fields
+        if name and value.strip():
+            fields[name] = sampling_field(name, value.strip())
+        elif name:
+            raise InvalidArgument(f"/set {name}: a value is missing; /set temperature 0.7 is an example")
+        chosen = {name: value for name, value in fields.items() if value is not None}
+        self._say(
+            ", ".join(f"{name} {value}" for name, value in sorted(chosen.items())) or "the model's defaults count"
+        )
 
     def _switch(self, name: str) -> None:
         if name not in self._branches:
@@ -328,16 +411,22 @@ class TerminalChat:
         self._say(f"now in {name}, {len(self._session)} tokens")
 
     def _rewind(self, text: str) -> None:
+        turns = self._branch.turns
+        count = _number("/rewind", text or "1", len(turns), "turns can be taken back", "take back")
+        cost = self._take_back(count)
+        self._say(f"{len(self._session)} tokens are left" + ("" if cost is None else f", {cost} will be run again"))
+
+    def _take_back(self, count: int) -> int | None:
+        """Take back the last turns. Return the number of tokens that will be run again; None: the
+        conversation was computed anew."""
         branch = self._branch
-        count = _number("/rewind", text or "1", len(branch.turns), "turns can be taken back", "take back")
         start = branch.turns[-count].start
         if start is None:
             self._rebuild(branch, branch.turns[:-count])
-            self._say(f"{len(branch.session)} tokens are left")
-        else:
-            cost = branch.session.rewind(to=start)
-            del branch.turns[-count:]
-            self._say(f"{len(branch.session)} tokens are left, {cost} will be run again")
+            return None
+        cost = branch.session.rewind(to=start)
+        del branch.turns[-count:]
+        return cost
 
     def _drop(self, text: str) -> None:
         branch = self._branch
@@ -433,7 +522,9 @@ class TerminalChat:
             return []
         if not space:
             return [*self._commands, *LEAVING]
-        return {"/switch": list(self._branches), "/save": paths(rest), "/load": paths(rest)}.get(word, [])
+        if word in ("/save", "/load"):
+            return paths(rest)
+        return {"/switch": list(self._branches), "/set": chat_fields()}.get(word, [])
 
     @staticmethod
     def _say(text: str) -> None:
@@ -453,13 +544,37 @@ def commit_line(commit: SessionCommit) -> str:
     return f"{commit.id[:12]}  {when}  {commit.num_tokens} tokens  {commit.message}".rstrip()
 
 
-def messages_of(turns: Sequence[TypedTurn]) -> list[dict[str, str]]:
-    """Return turns as messages for a chat template."""
-    return [
+def chat_fields() -> list[str]:
+    """Return the fields of sampling that a chat can set."""
+    return sorted(declarations_on(SamplingParams, Surface.COMMAND))
+
+
+def sampling_field(name: str, text: str) -> Any:
+    """Return the value of a field of sampling, as JSON says it or as text. ``InvalidArgument``
+    names what is accepted."""
+    if name not in chat_fields():
+        raise InvalidArgument(f"/set {name[:60]!r}: there are {', '.join(chat_fields())}")
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = text
+    SamplingParams(**{name: value})
+    return value
+
+
+def question(line: str, system: str | None) -> list[dict[str, str]]:
+    """Return a line as messages for a chat template, behind the system message if there is one."""
+    return [*messages_of([], system), {"role": "user", "content": line}]
+
+
+def messages_of(turns: Sequence[TypedTurn], system: str | None = None) -> list[dict[str, str]]:
+    """Return turns as messages for a chat template, behind the system message if there is one."""
+    spoken = [
         {"role": role, "content": text}
         for turn in turns
         for role, text in (("user", turn.line), ("assistant", turn.answer))
     ]
+    return spoken if system is None else [{"role": "system", "content": system}, *spoken]
 
 
 def _number(command: str, text: str, most: int, can: str, to: str) -> int:

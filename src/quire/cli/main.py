@@ -14,7 +14,6 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
@@ -73,10 +72,9 @@ app.add_typer(bench_app, name="bench", short_help=bench_app.info.help)
 app.add_typer(state_app, name="state", short_help=state_app.info.help)
 
 
-def _sampling(options: dict[str, Any], llm: LLM, usual: Mapping[str, Any] = SAMPLING_DEFAULTS) -> SamplingParams:
+def _sampling(options: dict[str, Any], llm: LLM) -> SamplingParams:
     given = {name: options[name] for name in SAMPLING_OPTIONS if name in options}
-    defaults = llm.default_params
-    return defaults.replace(**{**usual, **given})
+    return llm.default_params.replace(**{**SAMPLING_DEFAULTS, **given})
 
 
 def _load(model: str, options: dict[str, Any], adapter: str | None = None) -> LLM:
@@ -217,7 +215,8 @@ def chat(
     llm = _load(model, chosen, adapter)
     templated = llm.tokenizer is not None and bool(llm.tokenizer.chat_templates)
     usual = usual_fields(llm.config.model, templated=templated)
-    talk = TerminalChat(LocalBackend(llm, _sampling(chosen, llm, usual), **kept), adapter)
+    system, given = kept.pop("system", None), {name: chosen[name] for name in SAMPLING_OPTIONS if name in chosen}
+    talk = TerminalChat(LocalBackend(llm, {**usual, **given}, **kept), adapter, system)
     if llm.config.model == DEFAULT_MODEL:
         print(f"{DEFAULT_MODEL} completes Python; begin some, as in def fib(n):", file=sys.stderr)
     talk.run()

@@ -47,13 +47,15 @@ SAMPLING_OPTIONS: dict[str, tuple[Any, str]] = dict(_sampling_options())
 """Types and help texts of the fields that ``SamplingParams`` declares for commands."""
 
 CHAT_OPTIONS: dict[str, tuple[Any, str]] = {
+    "system": (str, "The system message, which says how the model is to answer; /system changes it."),
     "window": (
         int,
         "Keep the first --sink and the last tokens only, so many in all: the chat never fills the context.",
     ),
     "sink": (int, "First tokens that a --window keeps; 4 is usual. Default: 0."),
 }
-"""Types and help texts of the arguments of ``LLM.session`` that ``quire chat`` has."""
+"""Types and help texts of what ``quire chat`` has besides: the system message, and arguments of
+``LLM.session``."""
 
 
 # -- options out of dataclasses --------------------------------------------------------------------

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import quote
 
 from quire.base.errors import InvalidArgument, NotFound, QuireError
-from quire.cli.chat import ANSWER_TOKENS, AnswerPiece, TerminalChat, TypedTurn, messages_of, usual_fields
+from quire.cli.chat import ANSWER_TOKENS, AnswerPiece, TerminalChat, TypedTurn, messages_of, question, usual_fields
 from quire.cli.client import (
     DONE,
     BrokenAnswer,
@@ -316,7 +316,7 @@ class RemoteBackend:
     ) -> None:
         """``fields``: those of a request's body that say how answers are sampled. ``window`` and
         ``sink`` are those of ``LLM.session``."""
-        self._model, self._fields = model, fields
+        self._model, self.fields = model, dict(fields)
         self._window, self._sink = window, sink
         self.templated = model.templated
         # A chat uses only the part of ``Session`` that ``RemoteSession`` has.
@@ -325,20 +325,20 @@ class RemoteBackend:
         self.log: Callable[[str], Sequence[SessionCommit]] = cast(Any, model.log)
         self.status = model.status
 
-    def begin(self, turns: Sequence[TypedTurn], adapter: str | None) -> Session:
-        messages = messages_of(turns) if turns and self.templated else None
+    def begin(self, turns: Sequence[TypedTurn], adapter: str | None, system: str | None = None) -> Session:
+        messages = messages_of(turns, system) if turns and self.templated else None
         session = self._model.session(adapter, window=self._window, sink=self._sink, messages=messages)
         if turns and not self.templated:
             session.append(text="".join(f"{turn.line}\n{turn.answer}" for turn in turns))
         return cast("Session", session)
 
-    def answer(self, session: Session, line: str | None) -> Iterator[AnswerPiece]:
+    def answer(self, session: Session, line: str | None, system: str | None = None) -> Iterator[AnswerPiece]:
         if line is None:
             # To the server it is no chat, and would have 16 tokens.
-            turn: dict[str, Any] = {"max_tokens": self._fields.get("max_tokens") or ANSWER_TOKENS}
+            turn: dict[str, Any] = {"max_tokens": self.fields.get("max_tokens") or ANSWER_TOKENS}
         else:
-            turn = {"messages": [{"role": "user", "content": line}]} if self.templated else {"prompt": line + "\n"}
-        with closing(cast(Any, cast(RemoteSession, session).stream(turn, self._fields))) as chunks:
+            turn = {"messages": question(line, system)} if self.templated else {"prompt": line + "\n"}
+        with closing(cast(Any, cast(RemoteSession, session).stream(turn, self.fields))) as chunks:
             for chunk in chunks:
                 choices = chunk.get("choices") or ()
                 yield AnswerPiece(
@@ -362,13 +362,15 @@ def run_remote_chat(
     sampling: Mapping[str, Any] | None = None,
     window: int | None = None,
     sink: int = 0,
+    system: str | None = None,
     timeout: float = 600.0,
 ) -> None:
     """Chat in the terminal until /exit or the end of the input.
 
     ``model``: by default the first one listed. ``sampling``: fields of ``SamplingParams``; the
     server's defaults count for the others. ``window``, ``sink``: those of ``LLM.session`` for new
-    sessions. Raise ``QuireError`` if the server cannot be reached or has no sessions.
+    sessions. ``system``: the system message. Raise ``QuireError`` if the server cannot be reached
+    or has no sessions.
     """
     link = Link(url, api_key=api_key, timeout=timeout)
     remote = RemoteModel(link, model)
@@ -376,7 +378,7 @@ def run_remote_chat(
         try:
             usual = usual_fields(remote.name, templated=remote.templated)
             backend = RemoteBackend(remote, {**usual, **(sampling or {})}, window=window, sink=sink)
-            chat = TerminalChat(backend, adapter)
+            chat = TerminalChat(backend, adapter, system)
         except HttpFailure as error:
             if error.status != 405 and (error.status != 404 or error.code is not None):
                 raise
