@@ -21,16 +21,15 @@ from typing import Any
 import numpy as np
 import torch
 import triton
+from tests.kernels.test_native_blocks import rows_of_blocks
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from quire.contracts.attention import ForwardPlan, Scoring
 from quire.contracts.kv_format import PlainRows
-from quire.contracts.linear import BlockRows
 from quire.contracts.rows import HeadNormWeights, Rotation
 from quire.weights.block_panels import KINDS
-from quire.weights.gguf_blocks import bytes_of_row
 
 TARGET = GPUTarget("cuda", 90, 32)
 TYPES = {
@@ -199,9 +198,7 @@ def launched() -> Iterator[tuple[str, Any, tuple[Any, ...], dict[str, Any]]]:
     yield from recorded("draws")
     kernel = TritonBlocks(torch.device("cpu"))
     for kind in KINDS:
-        width = bytes_of_row(kind, 2048)
-        assert width is not None
-        made = kernel.pack_blocks([BlockRows("x", kind, torch.zeros(96, width, dtype=torch.uint8))], 2048, None, dtype)
+        made = kernel.pack_blocks([rows_of_blocks(kind, 96, 2048)], 2048, None, dtype)
         assert made is not None
         for count in (1, 200):
             made(torch.zeros(count, 2048, dtype=dtype))
