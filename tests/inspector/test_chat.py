@@ -455,6 +455,7 @@ def test_a_killed_server_comes_back(visit: Visit, chat_folder: Path, tmp_path: P
             field(page).press("Enter")
             settled(page)
             expect(answers(page)).to_have_count(2)
+            written(page)  # Another browser has only what the server has.
             assert any(one.endswith("/fork") for one in watch.requests), "its session is there again"
             with talking(visit, first.url) as (other, seen):
                 other.get_by_role("navigation", name="Conversations").get_by_role("button").filter(

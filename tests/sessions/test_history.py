@@ -736,7 +736,7 @@ def breaking(tier: Any, after: int) -> Iterator[list[int]]:
 def home(llm: LLM) -> StoreTier:
     store = engine_of(llm).stored.store
     assert store is not None
-    return store._durable[0].tier
+    return store._far[0].tier
 
 
 def test_a_commit_that_breaks_anywhere(
