@@ -165,14 +165,18 @@ class Controller:
     def may_gain(self, decodes: int, rows: int, most: int) -> bool:
         """Return whether at most ``most`` drafts of a step can pay, even if all were accepted.
         ``decodes``, ``rows``: as for ``depths``."""
-        if decodes > FEW_ROWS and self.costs.wide_steps < WIDE_TRIALS:
-            return True
-        seconds = self.costs.seconds
+        most, seconds = self._most(decodes, most), self.costs.seconds
         without, own = seconds(rows), seconds(decodes)
         # The rate is monotone up to the width where rows become dearer, and behind it.
         counts = {1, min(max(1, FEW_ROWS - rows), most), most}
         least = self._rate_to_beat(decodes)
         return most > 0 and any((decodes + count) / (own + seconds(rows + count) - without) > least for count in counts)
+
+    def _most(self, decodes: int, most: int) -> int:
+        """Return the most drafts of a step: few, as long as their cost in large batches is not
+        known."""
+        is_trial = decodes > FEW_ROWS and self.costs.wide_steps < WIDE_TRIALS
+        return min(most, FEW_ROWS) if is_trial else most
 
     def _rate_to_beat(self, decodes: int) -> float:
         """Return the tokens per second from which on drafts are taken."""
@@ -191,9 +195,7 @@ class Controller:
         one first (``Draft.best``). ``decodes``: requests of the step that draw a token anyway.
         ``rows``: its rows without drafts.
         """
-        if decodes > FEW_ROWS and self.costs.wide_steps < WIDE_TRIALS:
-            most = min(most, FEW_ROWS)
-        least = self.least(decodes)
+        most, least = self._most(decodes, most), self.least(decodes)
         found = [(one, request) for request, drafts in enumerate(promises) for one in drafts if one >= least]
         found.sort(key=lambda one: -one[0])
         depths, seconds = [0] * len(promises), self.costs.seconds
