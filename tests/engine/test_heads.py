@@ -40,7 +40,7 @@ from quire.kv.formats import kv_format
 from quire.runner.local import LocalRunner
 from quire.runner.pool_budget import PoolSizes
 from quire.speculation import heads, likely_trees
-from quire.speculation.controller import FIRST_DRAFTS, GROWTH, Controller, Pace
+from quire.speculation.controller import FIRST_DRAFTS, GROWTH, Pace
 from quire.speculation.heads import Heads
 from quire.speculation.proposer import Context
 
@@ -60,7 +60,6 @@ def drafts_at_any_price() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Pace, "drafts", lambda *_: True)
         patch.setattr(likely_trees, "LEAST_CHANCE", 0.0)
-        patch.setattr(Controller, "least", lambda *_: 0.0)
         yield
 
 

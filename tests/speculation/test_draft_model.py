@@ -43,7 +43,7 @@ from quire.models.catalogue import bundled_models
 from quire.runner.local import LocalRunner
 from quire.runner.pool_budget import PoolSizes
 from quire.speculation import draft_model, likely_trees
-from quire.speculation.controller import Controller, Pace
+from quire.speculation.controller import Pace
 from quire.speculation.draft_model import DraftModel
 from quire.speculation.proposer import NO_DRAFT, Context
 
@@ -60,7 +60,6 @@ def drafts_at_any_price() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Pace, "drafts", lambda *_: True)
         patch.setattr(likely_trees, "LEAST_CHANCE", 0.0)
-        patch.setattr(Controller, "least", lambda *_: 0.0)
         yield
 
 

@@ -41,7 +41,14 @@ PROMPT = random_tokens(20)
 
 
 class Everything(Controller):
-    """Takes all drafts, whatever they cost."""
+    """Takes all drafts, whatever they cost and promise."""
+
+    def may_gain(self, *_: int) -> bool:
+        return True
+
+    @staticmethod
+    def least(_: int) -> float:
+        return 0.0
 
     def depths(self, promises: Sequence[Sequence[float]], *, decodes: int, rows: int, most: int) -> list[int]:
         found, left = [], most

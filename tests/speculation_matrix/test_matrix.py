@@ -23,7 +23,7 @@ from tests.speculation.test_speculation import Everything, Told, drafting, draft
 from quire import LLM, RequestOutput, SamplingParams, Session
 from quire.kv.recurrent import bytes_per_state
 from quire.speculation import likely_trees
-from quire.speculation.controller import Controller, Pace
+from quire.speculation.controller import Pace
 from quire.speculation.proposer import Context, Draft
 
 from .covering import Row, covering_array, pairs_of, random_rows
@@ -203,7 +203,6 @@ def drafts_at_any_price(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing depends on time."""
     monkeypatch.setattr(Pace, "drafts", lambda *_: True)
     monkeypatch.setattr(likely_trees, "LEAST_CHANCE", 0.0)
-    monkeypatch.setattr(Controller, "least", lambda *_: 0.0)
 
 
 def make(world: World, row: Row, memory: int | str, **options: Any) -> LLM:
