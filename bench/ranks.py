@@ -1,4 +1,5 @@
-"""Two ranks of one core each, as slices and as stages, against one process of two cores.
+"""Two ranks of one core each, as slices and as stages, against one process of two cores. Decodes
+take turns in stages, or run as whole batches.
 
     python bench/ranks.py [--model DIR] [--shape llama-3.2-1b] [--dtype bfloat16] [--rounds 5]
 
@@ -14,7 +15,7 @@ import json
 import multiprocessing
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -23,10 +24,11 @@ from quire.models.catalogue import resolve_model
 from quire_bench.checkpoints import checkpoint
 from quire_bench.reports import Spread, print_json, print_table, random_prompts
 
-LAYOUTS: dict[str, dict[str, int]] = {
+LAYOUTS: dict[str, dict[str, Any]] = {
     "one process": {},
     "two slices": {"tensor_parallel_size": 2},
     "two stages": {"pipeline_parallel_size": 2},
+    "two stages, whole batches": {"pipeline_parallel_size": 2, "async_scheduling": False},
 }
 SHORT = 32
 """Tokens of a prompt whose decode is measured."""
@@ -86,10 +88,11 @@ def main() -> None:
     tasks |= {f"batch {batch}": (SHORT, batch, given.steps) for batch in given.batches}
     rates: dict[str, dict[str, list[float]]] = {name: {layout: [] for layout in LAYOUTS} for name in tasks}
     same = dict.fromkeys(tasks, True)
-    pipes = {}
-    stack = [opened(model, {"dtype": given.dtype, **sizes}) for sizes in LAYOUTS.values()]
-    with stack[0] as one, stack[1] as slices, stack[2] as stages:
-        pipes = dict(zip(LAYOUTS, (one, slices, stages), strict=True))
+    with ExitStack() as stack:
+        pipes = {
+            layout: stack.enter_context(opened(model, {"dtype": given.dtype, **sizes}))
+            for layout, sizes in LAYOUTS.items()
+        }
         for number in range(-1, given.rounds):  # The first round warms up.
             if not number:
                 time.sleep(COLLAPSING)

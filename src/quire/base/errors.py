@@ -150,7 +150,7 @@ class NotDurable(QuireError):
 
 @contextmanager
 def took_effect() -> Iterator[None]:
-    """Say in a ``NotDurable`` of the block that the call took effect: nobody should repeat it."""
+    """Add to the message of a ``NotDurable`` that the call took effect and must not be repeated."""
     try:
         yield
     except NotDurable as error:

@@ -267,7 +267,7 @@ NOT_OFFERED: Mapping[str, str] = {
 
 
 def path_hint(path: str) -> str:
-    """Return what stands in the place of a path that is not there, in words."""
+    """Return a hint for an unknown path: its replacement, or the reason why there is none."""
     if path in PATHS:
         return PATHS[path]
     for beginning, reason in NOT_OFFERED.items():

@@ -106,7 +106,7 @@ class InFlightSteps:
             self._branches.rollback(request.branch, len(request.branch.tokens) - 1)
 
     def clear(self) -> None:
-        """Forget all steps. Nobody will read their tokens."""
+        """Remove all steps. Their tokens are not read."""
         self.last = self.reading = None
         self.turns.clear()
 

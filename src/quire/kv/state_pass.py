@@ -569,8 +569,8 @@ class StatePass:
     def _over_stored(
         self, layer_id: int, layer: Layer, keys: Keys, q_THD: Tensor
     ) -> tuple[Prepared, KVView, Tensor, Tensor | None]:
-        """Return what attention over stored tokens takes: the plan, the rows, the turned queries,
-        and those for the sink part if there is one."""
+        """Return the inputs of attention over stored tokens: the plan, the view of the rows, and
+        the rotated queries ``[T, H, D]``, for the window and for the sink (None: no sink)."""
         self.require_open(layer_id)
         prepared, view = self.prepared(keys, layer.class_index), layer.view
         q_sink = self._sink_queries(prepared, layer, q_THD)

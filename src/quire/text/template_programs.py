@@ -159,7 +159,7 @@ def words_of(source: str) -> frozenset[str]:
 
 @lru_cache(maxsize=64)
 def parse(source: str) -> ParsedTemplate:
-    """Return what a template does. ``InvalidArgument``: it is none, or too long or deep."""
+    """Parse a chat template. ``InvalidArgument``: it does not compile, or is too long or deep."""
     tree = _tree(source, "the chat template")
     contents = _Contents(tree)
     return ParsedTemplate(

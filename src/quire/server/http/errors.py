@@ -155,7 +155,7 @@ class OllamaErrorBody(BaseModel):
 
 
 def errors_as(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
-    """Return what ``/openapi.json`` says of errors in the shape of ``model``."""
+    """Return the error responses of ``/openapi.json``, with bodies of type ``model``."""
     return {
         "4XX": {"model": model, "description": "What was asked for cannot be had."},
         "5XX": {"model": model, "description": "The server stops, or broke."},
