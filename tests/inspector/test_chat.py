@@ -695,6 +695,27 @@ def test_a_conversation_that_opens_leaves_the_focus_on_a_message(visit: Visit, i
     close_all(inspected.client)
 
 
+def test_what_is_said_while_a_conversation_is_written(visit: Visit, inspected: Served) -> None:
+    """A slow write is not sent twice, and a message that comes meanwhile is written after it."""
+    with talking(visit, inspected.url) as (page, _):
+        held: list[Route] = []
+        one_chat = "**/v1/chats/*"
+        page.route(one_chat, lambda route: held.append(route))
+        with page.expect_request(one_chat):
+            ask(page, "quince")
+        ask(page, "medlar")
+        page.get_by_role("button", name="New chat").click()
+        expect(answers(page)).to_have_count(0)
+        with page.expect_response(lambda answer: answer.url.endswith("/v1/chats")):
+            page.evaluate("new BroadcastChannel('quire.chats').postMessage('')")
+        page.wait_for_timeout(200)
+        assert [one.request.method for one in held] == ["PUT"]
+        held.pop().continue_()
+        page.unroute(one_chat)
+        wait_for(lambda: bool(told(inspected.client, "/v1/chats?search=quince%20medlar")["data"]))
+    close_all(inspected.client)
+
+
 def test_an_answer_that_the_context_cuts(visit: Visit, chat_folder: Path) -> None:
     with engine(chat_folder, max_model_len=96) as llm, serving(llm, ServerSettings(allow_edits=True)) as served:
         with talking(visit, served.url, {"sampling": {"ignore_eos": True}}) as (page, watch):

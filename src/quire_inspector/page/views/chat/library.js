@@ -28,7 +28,8 @@ export class Library {
     this.dirty = false;
     /** Why the conversation cannot be written, to be said once. */
     this.trouble = null;
-    this.writing = null;
+    /** The write under way, which ends without an error, and whose it is. */
+    this.writing = this.writes = null;
     /** The tree of a conversation in which an answer is under way. */
     this.treeOf = (_id) => null;
     // Other windows of this browser hear of a change at once, and those of other browsers when they look.
@@ -133,18 +134,25 @@ export class Library {
 
   flush() {
     clearTimeout(this.timer);
-    if (this.dirty && this.id && !this.isForeign) this.write();
+    if (!this.dirty || !this.id || this.isForeign) return;
+    const { id, tree } = this;
+    if (this.writing) void this.writing.then(() => (id === this.id ? this.write() : this.keepOther(id, tree)));
+    else void this.write();
   }
 
   async write() {
     if (!this.dirty || !this.tree.size || this.isForeign) return;
     if (this.writing) return void this.writing.then(() => this.id && this.writeSoon());
     const { id, tree, version } = this;
-    const body = bodyOf(tree.document(), version);
     this.dirty = false;
-    this.writing = this.app.put(`v1/chats/${id}`, body);
+    this.writes = id;
+    this.writing = this.send(id, bodyOf(tree.document(), version)).finally(() => (this.writing = this.writes = null));
+    await this.writing;
+  }
+
+  async send(id, body) {
     try {
-      const done = await this.writing;
+      const done = await this.app.put(`v1/chats/${id}`, body);
       this.noteListed(done);
       this.windows.postMessage(id);
       if (id !== this.id) {
@@ -158,8 +166,6 @@ export class Library {
     } catch (error) {
       if (id === this.id) this.dirty = true;
       await this.refused(id, error);
-    } finally {
-      this.writing = null;
     }
   }
 
@@ -174,7 +180,7 @@ export class Library {
     return undefined;
   }
 
-  /** Write a conversation that is not shown: an answer in it has ended. */
+  /** Write a conversation that is not shown: it has changed since the last writing. */
   async keepOther(id, tree) {
     try {
       const found = await this.app.get(`v1/chats/${id}`);
@@ -230,7 +236,7 @@ export class Library {
       const known = new Set(found.map((one) => one.id));
       for (const copy of chatCopies.all()) {
         if (known.has(copy.id)) continue;
-        if (copy.id === this.id) continue;
+        if (copy.id === this.id || copy.id === this.writes) continue;
         if (copy.dirty || copy.started !== this.started) this.sendAgain(copy);
         else chatCopies.drop(copy.id);
       }
@@ -267,6 +273,7 @@ export class Library {
       clearTimeout(this.timer);
       this.dirty = false;
     }
+    if (id === this.writes) await this.writing;
     try {
       await this.app.del(`v1/chats/${id}`);
     } catch (error) {
