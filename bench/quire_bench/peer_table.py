@@ -217,7 +217,7 @@ def started(name: str, python: str, threads: int, log: Path) -> Iterator[PeerPro
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
     if python == sys.executable:  # it needs this package, wherever this process found it
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    if name == "vllm":
+    if name.startswith("vllm"):
         environment |= vllm_environment(Path(python), sorted(os.sched_getaffinity(0))[:threads])
     peer = PeerProcess(name, [python, str(WORKER), name], environment, log)
     try:

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any, ClassVar, Protocol
 
 UBATCH = 512
 """Tokens of a piece of a prompt in llama.cpp; its own default."""
@@ -207,6 +207,12 @@ class TransformersWorker:
 class VllmPeer:
     """vLLM's engine in this process, so that each of its steps can be timed."""
 
+    settings: ClassVar[dict[str, Any]] = {
+        "max_num_batched_tokens": 4096,
+        "block_size": 128,
+        "enable_prefix_caching": False,
+    }
+
     def load(
         self,
         model: str,
@@ -222,7 +228,6 @@ class VllmPeer:
         import vllm  # in its own environment only
         from vllm.sampling_params import RequestOutputKind
 
-        settings = {"max_num_batched_tokens": 4096, "block_size": 128, "enable_prefix_caching": False}
         self.llm = vllm.LLM(
             model,
             dtype=dtype,
@@ -231,7 +236,7 @@ class VllmPeer:
             kv_cache_memory_bytes=kv_bytes,
             skip_tokenizer_init=True,
             disable_log_stats=True,
-            **settings,
+            **self.settings,
         )
         self.engine = self.llm.llm_engine
         self.greedy = lambda room: vllm.SamplingParams(
@@ -239,7 +244,7 @@ class VllmPeer:
         )
         self.placed: list[str] = []
         self.made = 0
-        return {"version": vllm.__version__, **settings, "OpenMP": Path(os.environ.get("LD_PRELOAD", "")).name}
+        return {"version": vllm.__version__, **self.settings, "OpenMP": Path(os.environ.get("LD_PRELOAD", "")).name}
 
     def prefill(self, prompt: list[int]) -> dict[str, Any]:
         started = time.perf_counter()
@@ -269,23 +274,39 @@ class VllmPeer:
 
     def serve(self, prompts: list[list[int]], lengths: list[int]) -> dict[str, Any]:
         """Answer all prompts at once; return the ``seconds`` to the last of ``lengths`` new tokens
-        each, and the ``tokens``.
+        each, the seconds to the ``first`` token, and the ``tokens``.
         """
         texts: dict[str, list[int]] = {str(self.made + 1 + index): [] for index in range(len(prompts))}
         self.made += len(prompts)
-        started = time.perf_counter()
+        first, started = 0.0, time.perf_counter()
         for name, prompt, length in zip(texts, prompts, lengths, strict=True):
             self.engine.add_request(name, {"prompt_token_ids": prompt}, self.greedy(length))
         while self.engine.has_unfinished_requests():
             for output in self.engine.step():
+                first = first or time.perf_counter() - started
                 texts[output.request_id].extend(output.outputs[0].token_ids)
-        return {"seconds": time.perf_counter() - started, "tokens": list(texts.values())}
+        return {"seconds": time.perf_counter() - started, "first": first, "tokens": list(texts.values())}
 
     def release(self) -> None:
         self.engine.abort_request(self.placed)
         self.placed = []
         while self.engine.has_unfinished_requests():
             self.engine.step()
+
+
+class NgramPeer(VllmPeer):
+    """vLLM with drafts out of the prompt and the answer; prompts are in its prefix cache."""
+
+    settings: ClassVar[dict[str, Any]] = {
+        **VllmPeer.settings,
+        "enable_prefix_caching": True,
+        "speculative_config": {
+            "method": "ngram",
+            "num_speculative_tokens": 8,
+            "prompt_lookup_min": 2,
+            "prompt_lookup_max": 4,
+        },
+    }
 
 
 class LlamaPeer:
@@ -432,6 +453,7 @@ PEERS: dict[str, Callable[[], Peer]] = {
     "transformers": TransformersWorker,
     "llama.cpp": LlamaPeer,
     "vllm": VllmPeer,
+    "vllm-ngram": NgramPeer,
 }
 
 

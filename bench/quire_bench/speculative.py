@@ -17,11 +17,15 @@ import statistics
 import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import FunctionType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from quire.base.config import check_int
@@ -31,6 +35,8 @@ from quire.base.sampling_params import SamplingParams
 from quire.engine.request import Request
 from quire.llm import LLM
 from quire.models.catalogue import resolve_model
+from quire_bench.peer_process import PeerFailed, PeerProcess
+from quire_bench.peer_table import started
 from quire_bench.peers import TransformersPeer
 from quire_bench.reports import print_json, print_table
 
@@ -59,6 +65,9 @@ FREE = (
 
 WAIT, MOST_WAITS = 0.5, 240
 """Seconds of a look at whether the process rests, and most looks."""
+
+VLLM_LENGTH, VLLM_KV_BYTES = 4096, 2 << 30
+"""Most tokens of a prompt in vLLM, and its memory for K and V."""
 
 Chat = list[dict[str, str]]
 
@@ -108,13 +117,12 @@ def seconds_of(outputs: Sequence[RequestOutput]) -> float:
 
 
 def measured(
-    llm: LLM, kind: str, *, tasks: int, tokens: int, batch: int, peer: TransformersPeer | None = None
+    llm: LLM, kind: str, *, tasks: int, tokens: int, batch: int, peers: Sequence[PeerAnswers] = ()
 ) -> dict[str, Any]:
-    """Run conversations of one kind in groups of ``batch``; return a row of the table. ``peer``
-    answers them too, beside each group."""
+    """Run conversations of one kind in groups of ``batch``; return a row of the table. ``peers``
+    answer them too, beside each group."""
     found, ratios, equal, number, drafted, accepted = conversations(kind, tasks), [], 0, 0, 0, 0
     seconds, cpu = {False: 0.0, True: 0.0}, {False: 0.0, True: 0.0}
-    looked_up = LookedUp()
     # Others' answers would tell these, which differ in the size of their group only.
     salt = f"{kind} {batch}"
     for first in range(0, len(found), batch):
@@ -128,8 +136,8 @@ def measured(
             runs[speculative] = _ask(llm, group, tokens, speculative=speculative, salt=salt)
             cpu[speculative] += time.process_time() - began
             seconds[speculative] += seconds_of(runs[speculative])
-        if peer is not None:
-            looked_up.add(peer, runs[False])
+        for peer in peers:
+            peer.add(runs[False], seconds_of(runs[True]))
         ratios.append(seconds_of(runs[False]) / seconds_of(runs[True]))
         for plain, drafting in zip(runs[False], runs[True], strict=True):
             equal += plain.outputs[0].token_ids == drafting.outputs[0].token_ids
@@ -152,7 +160,7 @@ def measured(
         "tok/s": number / seconds[True],
         "drafted": drafted,
         "accepted": accepted,
-        **({} if peer is None else looked_up.row),
+        **{name: value for peer in peers for name, value in peer.row.items()},
     }
 
 
@@ -202,31 +210,46 @@ def _from_queue(
     return [list(one.output.token_ids) for one in requests]
 
 
+class PeerAnswers(Protocol):
+    """The same answers by another runtime, for one row of the table."""
+
+    def add(self, outputs: Sequence[RequestOutput], seconds: float) -> None:
+        """Continue the prompts of a group by as many tokens. ``seconds``: the time of Quire, with
+        speculation, from the group's first token to its end."""
+        ...
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """Its part of a row of the table."""
+        ...
+
+
 @dataclass
 class LookedUp:
-    """The same answers by transformers, with its prompt lookup and without, one after the other."""
+    """Answers by transformers, with its prompt lookup and without, one after the other."""
 
+    peer: TransformersPeer
     tokens: int = 0
     seconds: float = 0.0
     cpu: float = 0.0
     plain_cpu: float = 0.0
     equal: int = 0
 
-    def add(self, peer: TransformersPeer, outputs: Sequence[RequestOutput]) -> None:
-        """Continue the same prompts by as many tokens."""
+    def add(self, outputs: Sequence[RequestOutput], seconds: float) -> None:
+        """See ``PeerAnswers``."""
         for output in outputs:
             ids = output.outputs[0].token_ids
             if len(ids) > 1:
-                found = peer.look_up(output.prompt_token_ids, len(ids))
+                found = self.peer.look_up(output.prompt_token_ids, len(ids))
                 self.tokens += len(ids) - 1
                 self.seconds += found.seconds
                 self.cpu += found.cpu_seconds
-                self.plain_cpu += peer.look_up(output.prompt_token_ids, len(ids), 0).cpu_seconds
+                self.plain_cpu += self.peer.look_up(output.prompt_token_ids, len(ids), 0).cpu_seconds
                 self.equal += list(found.tokens[0]) == ids
 
     @property
     def row(self) -> dict[str, Any]:
-        """Return its part of a row of the table."""
+        """See ``PeerAnswers``."""
         if not self.tokens:
             return {}
         return {
@@ -236,6 +259,63 @@ class LookedUp:
             "its plain CPU ms": 1000 * self.plain_cpu / self.tokens,
             "equal there": self.equal,
         }
+
+
+@dataclass
+class ByNgrams:
+    """Answers by vLLM, with its n-gram speculation, a group at once."""
+
+    process: PeerProcess
+    tokens: int = 0
+    seconds: float = 0.0
+    quire_seconds: float = 0.0
+    equal: int = 0
+
+    def add(self, outputs: Sequence[RequestOutput], seconds: float) -> None:
+        """See ``PeerAnswers``. The prompts are in vLLM's prefix cache, as in Quire's."""
+        prompts = [list(output.prompt_token_ids) for output in outputs]
+        texts = [list(output.outputs[0].token_ids) for output in outputs]
+        self.process.ask("serve", prompts=prompts, lengths=[1] * len(prompts))
+        found = self.process.ask("serve", prompts=prompts, lengths=[len(text) for text in texts])
+        self.tokens += sum(len(text) for text in texts) - len(texts)
+        self.seconds += found["seconds"] - found["first"]
+        self.quire_seconds += seconds
+        self.equal += sum(one == other for one, other in zip(texts, found["tokens"], strict=True))
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """See ``PeerAnswers``."""
+        if not self.tokens:
+            return {}
+        return {
+            "vLLM tok/s": self.tokens / self.seconds,
+            "its time over Quire's": self.seconds / self.quire_seconds,
+            "equal in vLLM": self.equal,
+        }
+
+
+@contextmanager
+def vllm_ngrams(python: str, llm: LLM, model: str, tokens: int, batch: int) -> Iterator[PeerProcess]:
+    """Load a model's directory into vLLM, in a process of the interpreter ``python``; end it.
+    ``InvalidArgument`` if it cannot be loaded."""
+    with (
+        TemporaryDirectory() as folder,
+        started("vllm-ngram", python, torch.get_num_threads(), Path(folder) / "log") as process,
+    ):
+        try:
+            process.ask(
+                "load",
+                model=str(resolve_model(model)),
+                dtype=str(llm.model.dtype).removeprefix("torch."),
+                quantization=llm.model.quantization,
+                threads=torch.get_num_threads(),
+                length=VLLM_LENGTH + tokens,
+                batch=batch,
+                kv_bytes=VLLM_KV_BYTES,
+            )
+        except PeerFailed as error:
+            raise InvalidArgument(f"vLLM does not run this model: {error.reason}", field="vllm") from error
+        yield process
 
 
 def settle() -> None:
@@ -265,32 +345,37 @@ def run_speculative(
     batches: Sequence[int] = (1, 4, 16),
     kinds: Sequence[str] = KINDS,
     peer: bool = False,
+    vllm: str | None = None,
     queue: bool = False,
 ) -> dict[str, Any]:
     """Measure, print a table and one JSON line, and return the line's content. ``peer``: beside the
-    prompt lookup of transformers. ``queue``: requests come from a queue. ``InvalidArgument`` for
-    numbers and kinds out of range, and for a peer beside a queue."""
+    prompt lookup of transformers. ``vllm``: beside the n-grams of vLLM, which this interpreter has.
+    ``queue``: requests come from a queue. ``InvalidArgument`` for numbers and kinds out of range,
+    for peers beside a queue, and if vLLM does not load the model."""
     for name, values in (("tasks", [tasks]), ("tokens", [tokens]), ("batches", batches)):
         for value in values:
             check_int(name, value, low=1)
     if not batches or not kinds or (unknown := [kind for kind in kinds if kind not in KINDS]):
         given = unknown[0] if batches and kinds else ""
         raise InvalidArgument(field="kinds", given=given, allowed=f"some of {', '.join(KINDS)}, and a batch size")
-    if peer and queue:
-        raise InvalidArgument("transformers answers groups of requests, no queue; give peer or queue", field="queue")
+    if queue and (peer or vllm):
+        raise InvalidArgument("peers answer groups of requests, no queue; give peer and vllm, or queue", field="queue")
     options = dict(engine_options)
     if options.get("speculative") in (None, "off"):
         options["speculative"] = "auto"
     rows: list[dict[str, Any]] = []
-    with LLM(model, **options) as llm:
+    with LLM(model, **options) as llm, ExitStack() as stack:
         _ask(llm, conversations("free", 1), 8, speculative=True, salt="first")
         settle()
         other = TransformersPeer(resolve_model(model), llm.model.dtype) if peer else None
+        ngrams = stack.enter_context(vllm_ngrams(vllm, llm, model, tokens, max(batches))) if vllm else None
         for kind in kinds:
             for batch in batches:
                 numbers = {"tasks": tasks, "tokens": tokens, "batch": batch}
+                peers: list[PeerAnswers] = [] if other is None else [LookedUp(other)]
+                peers += [] if ngrams is None else [ByNgrams(ngrams)]
                 rows.append(
-                    measured_queue(llm, kind, **numbers) if queue else measured(llm, kind, **numbers, peer=other)
+                    measured_queue(llm, kind, **numbers) if queue else measured(llm, kind, **numbers, peers=peers)
                 )
                 print_table(rows[-1:])
         dtype = str(llm.model.dtype).removeprefix("torch.")

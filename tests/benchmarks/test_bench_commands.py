@@ -111,6 +111,21 @@ def assert_predicted(work: Workload, tokens: Sequence[tuple[int, ...]]) -> None:
     assert all(text == wanted for text, wanted in pairs)
 
 
+VLLM = """
+import json, sys
+for line in sys.stdin:
+    given = json.loads(line)
+    if given["verb"] == "load":
+        tokens = given["length"] - 4096
+        answer = {"reply": {}} if tokens == 8 else {"error": f"ValueError: {tokens} tokens are too many"}
+    else:
+        texts = [[-1] * length for length in given["lengths"]]
+        answer = {"reply": {"seconds": 0.75, "first": 0.25, "tokens": texts}}
+    print(json.dumps(answer), flush=True)
+"""
+"""Answers as ``peer_worker`` does."""
+
+
 class TestWorkload:
     def test_lengths_fill_the_scaled_range(self) -> None:
         work = make_workload(2000, 0.1, 500, seed=1)
@@ -685,6 +700,20 @@ class TestSpeculation:
         assert row["equal there"] == 1
         assert row["its CPU ms a token"] > 0
 
+    def test_beside_the_ngrams_of_vllm(self, tmp_path: Path) -> None:
+        """Another program is in the place of vLLM: it is timed behind the first token."""
+        program = tmp_path / "python"
+        program.write_text(f"#!{sys.executable}\n{VLLM}")
+        program.chmod(0o755)
+        options = {"device": "cpu", "dtype": "float32", "kv_cache_memory": "16MiB", "max_model_len": 1024}
+        given: dict[str, Any] = {"engine_options": options, "tasks": 3, "batches": (2,), "kinds": ["edit"]}
+        (row,) = run_speculative("tiny-python", **given, tokens=8, vllm=str(program))["rows"]
+        assert row["vLLM tok/s"] == (row["tokens"] - row["requests"]) / (2 * 0.5)
+        assert row["equal in vLLM"] == 0
+        assert row["its time over Quire's"] > 0
+        with pytest.raises(InvalidArgument, match=r"vLLM does not run this model: .* 9 tokens are too many"):
+            run_speculative("tiny-python", **given, tokens=9, vllm=str(program))
+
     @pytest.mark.parametrize(
         "changes",
         [
@@ -694,6 +723,7 @@ class TestSpeculation:
             {"batches": [0]},
             {"tasks": 0},
             {"peer": True, "queue": True},
+            {"vllm": "python", "queue": True},
         ],
     )
     def test_refusals_come_before_the_model(self, changes: dict[str, Any]) -> None:

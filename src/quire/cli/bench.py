@@ -111,6 +111,9 @@ def bench_speculative(
         "edit,agent,free"
     ),
     peer: Annotated[bool, typer.Option(help="Compare with the prompt lookup of transformers.")] = False,
+    vllm: Annotated[
+        str | None, typer.Option(metavar="PYTHON", help="Compare with the n-grams of vLLM, which this interpreter has.")
+    ] = None,
     queue: Annotated[bool, typer.Option(help="Let a request begin as soon as another one ended.")] = False,
     **options: Any,
 ) -> None:
@@ -127,6 +130,7 @@ def bench_speculative(
         batches=_integers("batches", batches),
         kinds=kinds.split(","),
         peer=peer,
+        vllm=vllm,
         queue=queue,
     )
 
