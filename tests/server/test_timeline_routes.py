@@ -10,7 +10,7 @@ import httpx
 from tests.server.conftest import serving
 
 from quire import AsyncLLM
-from quire.engine.view_budget import ViewBudget
+from quire.engine.view_budget import SHARE, ViewBudget
 from quire.server.http.settings import ServerSettings
 
 TEXT = "the secret of the first key"
@@ -116,10 +116,10 @@ def test_it_does_not_wait_for_a_step(llm: AsyncLLM) -> None:
 def test_looking_has_its_turn(llm: AsyncLLM) -> None:
     """What took long is not done again at once, and nobody waits for longer than a second."""
     with serving(llm) as found:
-        for spent, least, most in ((0.0, 0.0, 0.9), (0.01, 0.4, 5.0), (10.0, 0.9, 5.0)):
+        for spent, least in ((0.01, 0.4), (10.0, 0.9)):
             llm.engine.timeline.budget = ViewBudget()
             llm.engine.timeline.budget.spend(spent)
             begun = time.monotonic()
             found.client.get("/v1/state/timeline").raise_for_status()
-            assert least <= time.monotonic() - begun < most, spent
+            assert least <= time.monotonic() - begun < 10.0 / SHARE, spent
     llm.engine.timeline.budget = ViewBudget()
