@@ -851,7 +851,7 @@ def test_a_closed_stdout_is_told(saved: Path) -> None:
     ("closed", "told"), [("<&-", b"quire: the prompt is empty; give at least one token\n"), ("2>&-", b"")]
 )
 def test_a_closed_stdin_or_stderr_is_a_silent_one(closed: str, told: bytes) -> None:
-    command = f"{sys.executable} -m quire.cli.main generate - {closed}"
+    command = f"{sys.executable} -m quire.cli.main generate - --dtype float32 {closed}"
     done = subprocess.run(["sh", "-c", command], stdin=subprocess.DEVNULL, capture_output=True)
     assert (done.returncode, done.stdout, done.stderr) == (2, b"", told)
 

@@ -429,6 +429,7 @@ def test_warm_behind_what_prompts_begin_with(chat_served: Served) -> None:
         ({"segments": ["a", "x " * 9000]}, "segments.1"),
         ({"segments": ["a", "x" * 900_000]}, "segments.1"),
         ({"segments": ["a"], "cache_salt": 3}, "cache_salt"),
+        ({"segments": ["a"], "cache_salt": "\ud800"}, "cache_salt"),
         ({"segments": ["a"], "blend": True}, "blend"),
         ({"segments": ["a"], "model": "other"}, "model"),
     ],

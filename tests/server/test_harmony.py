@@ -534,6 +534,8 @@ def test_a_form_is_the_whole_text(harmonic: Served) -> None:
     text = "<|channel|>final<|message|>plain"
     message = ask(harmonic.client, structured_outputs={"choice": [text]}, max_tokens=99)["choices"][0]["message"]
     assert message["content"] == text
+    cut = ask(harmonic.client, tools=[tool("weather")], tool_choice="required", max_tokens=1)["choices"][0]
+    assert (cut["finish_reason"], cut["message"]["content"]) == ("length", ""), "its header is no content"
     forced = ask(harmonic.client, tools=[tool("weather")], tool_choice="required", max_tokens=200)["choices"][0]
     assert forced["message"]["tool_calls"][0]["function"]["name"] == "weather"
     assert refused(harmonic.client, tools=TOOLS, response_format={"type": "json_object"})["param"] == "response_format"

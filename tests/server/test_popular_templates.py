@@ -173,7 +173,6 @@ BARE_OR_UNKNOWN = (*BARE, *UNREAD)
 """Models that are forced to write a JSON array."""
 
 
-@pytest.mark.turns(2)
 @pytest.mark.parametrize("name", [name for name in TEMPLATES if name not in BARE_OR_UNKNOWN])
 def test_forced_calls_are_what_the_template_writes(name: str) -> None:
     known = own(name)
@@ -193,7 +192,7 @@ def test_forced_calls_are_what_the_template_writes(name: str) -> None:
         assert fits(one, written) == (count == 1)
         for other in (written[:-1], written + "x", written.replace(": [1", ":[1"), written.replace("days", "day")):
             assert not fits(many, other)
-        format = MessageFormat(calls=known and known.forced, harmony=known is None, tools=TOOLS)
+        format = MessageFormat(calls=known and known.forced, harmony=known is None, only_calls=True, tools=TOOLS)
         assert calls_of(format, written) == calls
 
 
@@ -203,11 +202,10 @@ def test_forced_calls_of_others_are_json(name: str) -> None:
     assert known is None or forced_calls(known.name, TOOLS, one_call=True, special=lambda mark: None) is None
 
 
-@pytest.mark.turns(2)
 @pytest.mark.parametrize("name", [name for name in TEMPLATES if name not in BARE_OR_UNKNOWN])
 def test_a_forced_call_that_was_cut_is_in_the_call_or_nowhere(name: str) -> None:
     known = own(name)
-    format = MessageFormat(calls=known and known.forced, harmony=known is None, tools=TOOLS)
+    format = MessageFormat(calls=known and known.forced, harmony=known is None, only_calls=True, tools=TOOLS)
     text = render(name, USER, turn(("weather", ROME)), *results(1))
     written = text[begin_of_call(name, text) :]
     written = written[: min(at for one in ENDS if (at := written.find(one)) >= 0)]

@@ -358,6 +358,7 @@ def _message_format(asked: _Asked, template: str, prompt: str | None) -> Message
             in_reasoning=tools.forced is None and prompt is not None and in_reasoning(prompt),
             tools=tools.offered,
             one_call=tools.one_call,
+            only_calls=tools.forced is not None,
         )
     own = None if harmony else parser_for(config, template, named)
     calls = own

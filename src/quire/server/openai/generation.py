@@ -111,7 +111,7 @@ def asked_by(context: Context, body: GenerationBody) -> tuple[dict[str, Any], di
     given, fields = body.sampling()
     rename(body.model_extra or {}, given, fields)
     check_lists(context, given)
-    fields |= {"prompt": "prompt", "cache_salt": "cache_salt", "messages": "messages"}
+    fields |= {"prompt": "prompt", "messages": "messages"}
     form = given.get("structured_outputs")
     if form is not None:
         given["structured_outputs"] = {name: value for name, value in form.items() if value is not None}

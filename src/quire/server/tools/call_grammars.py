@@ -89,8 +89,8 @@ class _Spelling:
 
 def _hermes(s: _Spelling) -> str:
     begin, end = s.mark("<tool_call>"), s.mark("</tool_call>")
-    space = json.dumps("\n") if s.forced else "SPACE"
-    return s.several(f"({begin} {space} {s.object()} {space} {end})", space)
+    space, between = (r'"\n"', r'"\n"?') if s.forced else ("SPACE", "SPACE")  # Falcon writes none between
+    return s.several(f"({begin} {space} {s.object()} {space} {end})", between)
 
 
 def _granite(s: _Spelling) -> str:

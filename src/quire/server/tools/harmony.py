@@ -93,9 +93,11 @@ _PLAIN = _Message(kind="content")
 class HarmonyReader(MessageParser):
     """A reader of one turn, as its text arrives."""
 
-    def __init__(self, tools: Tools | None = None, *, in_reasoning: bool = False) -> None:
-        """Begin a turn, inside the reasoning with ``in_reasoning``. Without ``tools``, no calls."""
+    def __init__(self, tools: Tools | None = None, *, in_reasoning: bool = False, only_calls: bool = False) -> None:
+        """Begin a turn, inside the reasoning with ``in_reasoning``. Without ``tools``, no calls.
+        ``only_calls``: nothing else is written, and a header that was cut is no content."""
         super().__init__()
+        self._only_calls = only_calls
         self._offered = Offered(tools).names
         self._message = _Message(kind="reasoning") if in_reasoning else _PLAIN
         self._place: Literal["first", "header", "body", "closed", "over"] = "body" if in_reasoning else "first"
@@ -120,6 +122,8 @@ class HarmonyReader(MessageParser):
         """Whether the arguments end within a JSON string, and there after a backslash."""
 
     def _read(self, text: str, *, last: bool) -> None:
+        if last and self._only_calls and self._place != "body":
+            return
         text, self._pending, at = self._pending + text, "", 0
         for found in _MARKER.finditer(text):
             self._text(text[at : found.start()])

@@ -39,6 +39,8 @@ class MessageFormat:
     tools: Sequence[Mapping[str, Any]] | None = None
     one_call: bool = False
     """Whether calls after the first one are left out."""
+    only_calls: bool = False
+    """Whether nothing but calls is written in gpt-oss's format; ``calls`` says it of others."""
     ids: Literal["any", "short", "named"] = "any"
     """The ids of calls that the model's template takes: any, nine letters, or
     ``functions.NAME:NUMBER``."""
@@ -67,7 +69,9 @@ class MessageReader:
         self._first: MessageParser | None = None
         """The parser that takes out the reasoning. That of the harmony format does all."""
         if format.harmony:
-            self._first = HarmonyReader(format.tools, in_reasoning=bool(format.in_reasoning))
+            self._first = HarmonyReader(
+                format.tools, in_reasoning=bool(format.in_reasoning), only_calls=format.only_calls
+            )
         elif format.reasoning is not None:
             self._first = StreamingReasoning(format.reasoning, format.in_reasoning)
         self._calls = None if format.calls is None else StreamingToolParser(format.calls, format.tools)
