@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -22,6 +23,12 @@ class FakeReplicas:
         self.pinned: set[str] = set()
         self.ending: set[str] = set()
         self.cutting: set[str] = set()
+        self.parents: dict[str, str] = {}
+        self.refusing = False
+        """Whether calls about sessions are refused, whoever has them."""
+        self.page = 1000
+        self.pause: asyncio.Event | None = None
+        """Appends wait for it."""
 
     def names(self) -> Sequence[str]:
         return list(self.there)
@@ -34,6 +41,8 @@ class FakeReplicas:
         if name in self.ending:
             self.there.remove(name)
             raise ReplicaGone(f"{name} ends")
+        if self.pause is not None and call.path.endswith("/append"):
+            await self.pause.wait()
         status, headers, parts = self._answer(name, call)
 
         async def chunks() -> AsyncIterator[bytes]:
@@ -56,11 +65,22 @@ class FakeReplicas:
                 return 404, JSON, [b'{"error": {"message": "there is no session"}}']
             if call.method == "DELETE":
                 own.discard(session)
-            told = {"id": session, "name": "a", "labels": {"b": "c"}, "pinned": session in self.pinned}
+            if self.refusing:
+                return 401, JSON, [b'{"error": {"message": "no such key"}}']
+            told = {
+                "id": session,
+                "parent": self.parents.get(session),
+                "name": "a",
+                "labels": {"b": "c"},
+                "pinned": session in self.pinned,
+            }
             return 200, JSON, [json.dumps(told).encode()]
         if path == "/v1/sessions" and call.method == "GET":
-            data = [{"id": session, "created": int(session[-4:], 16)} for session in own]
-            return 200, JSON, [json.dumps({"data": data}).encode()]
+            given = dict(part.split("=") for part in query.split("&"))
+            data = [{"id": session, "created": int(session[-4:], 16)} for session in sorted(own)]
+            data = [one for one in data if str(one["id"]) > given.get("after", "")]
+            page = data[: min(int(given["limit"]), self.page)]
+            return 200, JSON, [json.dumps({"data": page, "has_more": len(data) > len(page)}).encode()]
         if call.body and json.loads(call.body).get("stream"):
             return 200, EVENTS, [b"data: 1\n\n", b"data: 2\n\n"]
         return 200, JSON, [json.dumps({"by": name}).encode()]

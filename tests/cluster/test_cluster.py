@@ -13,9 +13,12 @@ import pytest
 from typer.testing import CliRunner
 
 from quire import LLM, SamplingParams
+from quire.base.errors import FailedPrecondition
 from quire.cli.main import app
 from quire.cluster.front import Front
 from quire.cluster.local import LocalReplicas
+from quire.cluster.replica_process import ReplicaProcess
+from quire.store.adoption import free_directory
 
 PROMPT = "class Stack:\n"
 GREEDY = {"temperature": 0, "max_tokens": 8}
@@ -54,6 +57,65 @@ def test_sessions_survive_their_server(tmp_path: Path) -> None:
                     assert answer.json()["choices"][0]["text"] == expected[1], answer.text
         finally:
             await replicas.stop()
+
+    asyncio.run(story())
+
+
+def test_a_replica_that_does_not_start_is_tried_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    starts: list[bool] = []
+
+    class Process:
+        def __init__(self, *given: object) -> None:
+            self.is_alive = False
+
+        async def start(self) -> None:
+            starts.append(len(starts) not in (1, 2))
+            if not starts[-1]:
+                raise FailedPrecondition("it ended")
+            self.is_alive = True
+
+        async def stop(self, seconds: float = 0.0) -> None:
+            self.is_alive = False
+
+    monkeypatch.setattr("quire.cluster.local.ReplicaProcess", Process)
+    monkeypatch.setattr("quire.cluster.local.LOOK_SECONDS", 0.001)
+
+    async def story() -> None:
+        replicas = LocalReplicas([], tmp_path, 1)
+        await replicas.start()
+        await next(iter(replicas.running.values())).stop()
+        async with asyncio.timeout(5):
+            while not replicas.names():
+                await asyncio.sleep(0.001)
+        assert (starts, list(replicas.running)) == ([True, False, False, True], ["replica-1"])
+        await replicas.stop()
+
+    asyncio.run(story())
+
+
+def test_a_line_of_any_length_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Else the server would wait for ever to write the next one."""
+    child = "import time; print('x' * 200000); print('Serving a at http://127.0.0.1:1 ('); time.sleep(60)"
+    monkeypatch.setattr("quire.cluster.replica_process.CHILD", child.replace("200000); ", "200000, flush=True); "))
+
+    async def story() -> None:
+        process = ReplicaProcess([], tmp_path, {"PYTHONUNBUFFERED": "1"})
+        async with asyncio.timeout(30):
+            await process.start()
+            await process.stop()
+
+    asyncio.run(story())
+
+
+def test_a_directory_is_free_again_after_a_start_that_failed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("sys.executable", "/nowhere")
+
+    async def story() -> None:
+        process = ReplicaProcess([], tmp_path)
+        with pytest.raises(OSError, match="nowhere"):
+            await process.start()
+        await process.stop()
+        free_directory(tmp_path, 1)[1].close()
 
     asyncio.run(story())
 

@@ -185,6 +185,59 @@ def test_a_session_leaves_a_replica_with_too_much_to_do(run: Run) -> None:
     run(replicas, story)
 
 
+def test_a_session_with_calls_under_way_is_not_moved(run: Run) -> None:
+    """Its state file would not have what they add."""
+    replicas = FakeReplicas("a", "b")
+    replicas.sessions["a"] = {IDS[0]}
+
+    async def story(front: Front, client: httpx.AsyncClient) -> None:
+        replicas.pause = asyncio.Event()
+        append = asyncio.create_task(client.post(f"/v1/sessions/{IDS[0]}/append", json={"text": "a"}))
+        while not front.router.calls:
+            await asyncio.sleep(0)
+        with front.router.under_way("a"), front.router.under_way("a"):
+            assert (await client.get(f"/v1/sessions/{IDS[0]}")).status_code == 200
+            assert replicas.sessions["a"] == {IDS[0]}
+            replicas.pause.set()
+            assert (await append).status_code == 200
+            # Both calls of the same time find it where the first one moves it.
+            found = await asyncio.gather(*(client.get(f"/v1/sessions/{IDS[0]}") for _ in range(2)))
+            assert [one.status_code for one in found] == [200, 200]
+        assert (replicas.sessions, front.counts.moved) == ({"a": set(), "b": {IDS[0]}}, 1)
+        assert not front.router.calls
+
+    run(replicas, story)
+
+
+def test_a_replica_that_only_mentions_a_session_does_not_have_it(run: Run) -> None:
+    """Parents are elsewhere; another key's sessions are refused by all."""
+    replicas = FakeReplicas("a", "b")
+    replicas.sessions = {"a": {IDS[0]}, "b": {IDS[1]}}
+    replicas.parents = {IDS[0]: IDS[1]}
+
+    async def story(front: Front, client: httpx.AsyncClient) -> None:
+        replicas.refusing = True
+        for name in (IDS[1], IDS[0], IDS[1]):
+            await client.get(f"/v1/sessions/{name}")
+        assert front.router.sessions == {}
+        replicas.refusing = False
+        for name in (IDS[1], IDS[0], IDS[1]):
+            assert (await client.get(f"/v1/sessions/{name}")).status_code == 200
+        # What a replica has no more is looked for again.
+        replicas.sessions = {"a": {IDS[1]}, "b": {IDS[0]}}
+        assert (await client.get(f"/v1/sessions/{IDS[0]}")).status_code == 404
+        assert (await client.get(f"/v1/sessions/{IDS[0]}")).status_code == 200
+
+    run(replicas, story)
+
+
+def test_a_client_that_leaves_while_it_sends() -> None:
+    async def receive() -> dict[str, str]:
+        return {"type": "http.disconnect"}
+
+    asyncio.run(Front(FakeReplicas("a"))({"type": "http"}, receive, None))
+
+
 def test_lists_are_those_of_all_replicas(run: Run) -> None:
     replicas = FakeReplicas("a", "b")
     replicas.sessions = {"a": {IDS[0], IDS[3]}, "b": {IDS[1], IDS[2]}}
@@ -194,6 +247,10 @@ def test_lists_are_those_of_all_replicas(run: Run) -> None:
         assert ([one["id"] for one in page["data"]], page["has_more"]) == (IDS[:3], True)
         page = (await client.get(f"/v1/sessions?limit=3&after={IDS[2]}")).json()
         assert ([one["id"] for one in page["data"]], page["has_more"]) == (IDS[3:], False)
+        replicas.page = 1  # more sessions than a replica lists at once
+        assert [one["id"] for one in (await client.get("/v1/sessions")).json()["data"]] == IDS
+        gone = await client.get(f"/v1/sessions?after=session-{9:032x}")
+        assert (gone.status_code, gone.json()["error"]["code"]) == (404, "not_found")
         assert front.router.sessions == {IDS[0]: "a", IDS[3]: "a", IDS[1]: "b", IDS[2]: "b"}
 
     run(replicas, story)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -79,6 +80,14 @@ def test_equal_loads_take_turns() -> None:
     first = [choice.replica for _ in range(6) if (choice := router.choose()) is not None]
     assert sorted(first[:3]) == ["a", "b", "c"]
     assert first[:3] == first[3:]
+
+
+def test_sessions_of_long_ago_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.cluster.router.MOST_SESSIONS", 2)
+    router = Router()
+    for session in ("1", "2", "1", "3"):
+        router.place(session, "a")
+    assert list(router.sessions) == ["1", "3"]
 
 
 def test_a_replica_that_leaves_while_it_answers() -> None:

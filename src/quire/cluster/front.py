@@ -20,6 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import parse_qs, urlencode
+from weakref import WeakValueDictionary
 
 from quire.cluster.calls import Answer, Call, ReplicaGone, Replicas
 from quire.cluster.prefixes import digests
@@ -78,7 +79,8 @@ class Front:
         self._replicas, self._patience = replicas, patience
         self.router = router or Router()
         self.counts = FrontCounts()
-        self._moving: dict[str, asyncio.Lock] = {}
+        self._moving: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """A lock of each session that is being moved."""
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
@@ -88,7 +90,8 @@ class Front:
             raise ValueError(f"scope type {scope['type']!r}; only http is served")
         reply = _Reply(scope, receive, send)
         try:
-            call = await reply.call()
+            if (call := await reply.call()) is None:
+                return
             work = asyncio.ensure_future(self._answer(reply, call))
             left = asyncio.ensure_future(reply.until_left())
             try:
@@ -154,24 +157,42 @@ class Front:
     async def _sessions(self, reply: _Reply, call: Call, query: str) -> None:
         """List the sessions of all replicas, the oldest first."""
         given = parse_qs(query, keep_blank_values=True)
-        limit = int(given.get("limit", ["100"])[0]) if given.get("limit", ["100"])[0].isdigit() else 100
-        after = given.pop("after", [None])[0]
-        asked = urlencode({**given, "limit": "1000"} if limit <= 1000 else given, doseq=True)
+        text = given.get("limit", ["100"])[-1]
+        limit = int(text) if text.isascii() and text.isdecimal() else 0
+        after = given.pop("after", [None])[-1]
+        if 1 <= limit <= 1000:  # else the replicas refuse it
+            given["limit"] = ["1000"]
         names = await self._names()
-        done = await asyncio.gather(*(self._read(name, replace(call, path=f"/v1/sessions?{asked}")) for name in names))
+        done = await asyncio.gather(*(self._listed(name, call, given) for name in names))
         merged = list[dict[str, Any]]()
-        for name, (answer, body) in zip(names, done, strict=True):
+        for name, (answer, body, entries) in zip(names, done, strict=True):
             if answer.status != 200:
                 await reply.whole(answer, body)
                 return
-            for entry in json.loads(body)["data"]:
-                self.router.sessions[entry["id"]] = name
-                merged.append(entry)
+            for entry in entries:
+                self.router.place(entry["id"], name)
+            merged += entries
         merged.sort(key=lambda entry: (entry.get("created", 0), entry["id"]))
         ids = [entry["id"] for entry in merged]
-        start = ids.index(after) + 1 if after in ids else 0
+        if after is not None and after not in ids:
+            raise Refused(404, f"after: there is no session {after!r:.60} in this list", "not_found")
+        start = 0 if after is None else ids.index(after) + 1
         page = merged[start : start + limit]
         await reply.json(200, {"object": "list", "data": page, "has_more": len(merged) > start + len(page)})
+
+    async def _listed(
+        self, name: str, call: Call, given: Mapping[str, list[str]]
+    ) -> tuple[Answer, bytes, list[dict[str, Any]]]:
+        """Return all sessions of a replica, page by page, behind its last answer."""
+        entries = list[dict[str, Any]]()
+        while True:
+            after = {"after": entries[-1]["id"]} if entries else {}
+            path = f"/v1/sessions?{urlencode({**given, **after}, doseq=True)}"
+            answer, body = await self._read(name, replace(call, path=path))
+            page = json.loads(body) if answer.status == 200 else {"data": []}
+            entries += page["data"]
+            if not (page["data"] and page.get("has_more")):
+                return answer, body, entries
 
     # -- what a replica answers --------------------------------------------------------------------
 
@@ -186,7 +207,7 @@ class Front:
             self.counts.seconds += time.perf_counter() - begun
             self.counts.requests[choice.reason] += 1
             try:
-                with self.router.under_way(choice.replica, blocks):
+                with self.router.under_way(choice.replica, blocks, ids):
                     async with self._replicas.send(choice.replica, call) as answer:
                         await self._pass_on(reply, call, answer, choice.replica, ids)
                 return
@@ -216,15 +237,15 @@ class Front:
     async def _pass_on(self, reply: _Reply, call: Call, answer: Answer, name: str, ids: Sequence[str]) -> None:
         """Send an answer on, and note the sessions that it makes."""
         await reply.begin(answer.status, answer.headers)
-        head = b""
+        head, makes_forks = b"", call.path.partition("?")[0].endswith("/fork")
         async for chunk in answer.chunks:
             if len(head) < 1 << 16:
                 head += chunk
-                for found in _MADE.findall(head) + (_FORKS.findall(head) if ids else []):
-                    self.router.sessions[found.decode()] = name
+                for found in _FORKS.findall(head) if makes_forks else _MADE.findall(head):
+                    self.router.place(found.decode(), name)
             await reply.chunk(chunk)
         await reply.end()
-        if call.method == "DELETE":
+        if call.method == "DELETE" or answer.status == 404:  # it is looked for again
             for one in ids:
                 self.router.sessions.pop(one, None)
 
@@ -242,7 +263,7 @@ class Front:
             self.router.update(names)
 
     async def _names(self, without: set[str] | None = None) -> tuple[str, ...]:
-        """Return the replicas, and wait for one. ``without`` is emptied while it has all."""
+        """Return the replicas, and wait until there is one that is not in ``without``."""
         end = time.monotonic() + self._patience
         while True:
             self._look()
@@ -263,14 +284,16 @@ class Front:
             least = self.router.least()
             assert least is not None
             with suppress(Refused):  # it is in use, pinned, or does not fit: then it stays
-                await self._move(ids[0], first, least, call)
-                return least
+                return await self._move(ids[0], first, least, call)
         return first
 
     async def _find(self, name: str, call: Call, without: set[str]) -> str:
         """Return the replica of a session. One that the front does not know is asked for, the least
         loaded replica first: that one takes it over if its own has ended. ``without``: replicas
         that have ended."""
+        if (lock := self._moving.get(name)) is not None:
+            async with lock:
+                pass
         self._look()
         known = self.router.sessions.get(name)
         if known in self.router.names and known not in without:
@@ -287,9 +310,10 @@ class Front:
                         await answer.read()
                 except ReplicaGone:
                     continue
-                if status != 404:
-                    self.router.sessions[name] = replica
+                if status == 200:
+                    self.router.place(name, replica)
                     self.counts.found += 1
+                if status != 404:  # as 401: that is the answer to the request, too
                     return replica
             if time.monotonic() >= end:
                 # A replica's own words for a session that there is not.
@@ -298,30 +322,35 @@ class Front:
                 return self.router.least(without) or self.router.names[0]
             await asyncio.sleep(LOOK_SECONDS)
 
-    async def _move(self, name: str, source: str, target: str, call: Call) -> None:
-        """Move an idle session by its state file. ``Refused``: one of the replicas refuses."""
-        lock = self._moving.setdefault(name, asyncio.Lock())
-        try:
-            async with lock:
-                identity = _identity(call)
-                answer, body = await self._read(source, Call("GET", f"/v1/sessions/{name}?tokens=false", identity))
-                _require(answer, body, name)
-                told = json.loads(body)
-                if told.get("pinned"):
-                    raise Refused(409, f"{name} is pinned to its replica; unpin it", "session_not_moved")
-                answer, state = await self._read(source, Call("GET", f"/v1/sessions/{name}/state", identity))
-                _require(answer, state, name)
-                fields = [("id", name)]
-                fields += [("name", told["name"])] if told.get("name") else []
-                fields += [("label", f"{label}={value}") for label, value in told.get("labels", {}).items()]
-                kind = (b"content-type", b"application/octet-stream")
-                upload = Call("POST", f"/v1/sessions/state?{urlencode(fields)}", (*identity, kind), state)
-                _require(*await self._read(target, upload), name)
-                await self._read(source, Call("DELETE", f"/v1/sessions/{name}", identity))
-                self.router.sessions[name] = target
-                self.counts.moved += 1
-        finally:
-            self._moving.pop(name, None)
+    async def _move(self, name: str, source: str, target: str, call: Call) -> str:
+        """Move an idle session by its state file; return its replica then, another one than
+        ``target`` if another request has moved it meanwhile. Calls about it wait. ``Refused``: it
+        is in use, or one of the replicas refuses."""
+        async with self._moving.setdefault(name, asyncio.Lock()):
+            if (place := self.router.sessions.get(name, source)) != source:
+                return place
+            if self.router.calls[name]:
+                raise Refused(
+                    409, f"{name} is in use, so that it cannot be moved; repeat it later", "session_not_moved"
+                )
+            identity = _identity(call)
+            answer, body = await self._read(source, Call("GET", f"/v1/sessions/{name}?tokens=false", identity))
+            _require(answer, body, name)
+            told = json.loads(body)
+            if told.get("pinned"):
+                raise Refused(409, f"{name} is pinned to its replica; unpin it", "session_not_moved")
+            answer, state = await self._read(source, Call("GET", f"/v1/sessions/{name}/state", identity))
+            _require(answer, state, name)
+            fields = [("id", name)]
+            fields += [("name", told["name"])] if told.get("name") else []
+            fields += [("label", f"{label}={value}") for label, value in told.get("labels", {}).items()]
+            kind = (b"content-type", b"application/octet-stream")
+            upload = Call("POST", f"/v1/sessions/state?{urlencode(fields)}", (*identity, kind), state)
+            _require(*await self._read(target, upload), name)
+            await self._read(source, Call("DELETE", f"/v1/sessions/{name}", identity))
+            self.router.place(name, target)
+            self.counts.moved += 1
+            return target
 
 
 class _Reply:
@@ -332,13 +361,14 @@ class _Reply:
         self.begun = False
         self._is_events = False
 
-    async def call(self) -> Call:
-        """Read the request. ``Refused``: its body is too large."""
+    async def call(self) -> Call | None:
+        """Read the request; None if the client leaves before its end. ``Refused``: its body is too
+        large."""
         parts, size = list[bytes](), 0
         while True:
             message = await self._receive()
             if message["type"] == "http.disconnect":
-                raise asyncio.CancelledError
+                return None
             parts.append(message.get("body", b""))
             size += len(parts[-1])
             if size > MOST_BYTES:
@@ -432,7 +462,7 @@ def _ids(path: str, body: Mapping[str, Any]) -> list[str]:
 
 def _key(call: Call, body: Mapping[str, Any]) -> str:
     """Return the API key and the salt, which divide prefixes."""
-    keys = [value for name, value in call.headers if name.lower() in (b"authorization", b"x-api-key")]
+    keys = [value for _, value in _identity(call)]
     return f"{b' '.join(keys).decode(errors='replace')}\n{body.get('cache_salt') or ''}"
 
 

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from quire.base.errors import QuireError
 from quire.cluster.calls import Answer, Call, ReplicaGone
 from quire.cluster.replica_process import ReplicaProcess
 from quire.server.http import logs
@@ -16,7 +17,7 @@ LOOK_SECONDS = 0.5
 
 
 class LocalReplicas:
-    """``count`` servers. One that ends is replaced."""
+    """``count`` servers. One that ends is replaced, with attempts until one starts."""
 
     def __init__(
         self, arguments: Sequence[str], state: Path, count: int, environment: Mapping[str, str] | None = None
@@ -53,7 +54,11 @@ class LocalReplicas:
             for name in [name for name, process in self.running.items() if not process.is_alive]:
                 logs.event("replica_ended", replica=name)
                 await self.running.pop(name).stop()
-                await self._add()
+            if len(self.running) < self._count:
+                try:
+                    await self._add()
+                except (QuireError, OSError) as error:
+                    logs.event("replica_not_started", reason=str(error))
 
     def names(self) -> Sequence[str]:
         return [name for name, process in self.running.items() if process.is_alive]
@@ -70,5 +75,6 @@ class LocalReplicas:
         """Stop all servers."""
         if self._watching is not None:
             self._watching.cancel()
+            await asyncio.wait([self._watching])
         await asyncio.gather(*(process.stop() for process in self.running.values()))
         self.running.clear()

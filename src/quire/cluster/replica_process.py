@@ -84,7 +84,12 @@ class ReplicaProcess:
         """Read the server's lines: the address, and the last ones for messages."""
         assert self._process is not None
         assert self._process.stdout is not None
-        while line := await self._process.stdout.readline():
+        while True:
+            try:
+                if not (line := await self._process.stdout.readline()):
+                    break
+            except ValueError:  # a line that is longer than the stream's buffer, which drops it
+                continue
             text = line.decode(errors="replace").rstrip()
             self._lines = [*self._lines[1 - LAST_LINES :], text]
             if not address.done() and (found := re.search(r"^Serving .* at (http://[^ ]+) ", text)):
@@ -131,10 +136,7 @@ class ReplicaProcess:
         """Stop the server gently, after ``seconds`` at once."""
         if self._client is not None:
             await self._client.aclose()
-        if self._process is None:
-            return
-        assert self._place is not None
-        if self.is_alive:
+        if self._process is not None and self.is_alive:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(signal.SIGTERM)
             try:
@@ -145,4 +147,5 @@ class ReplicaProcess:
                 await self._process.wait()
         if self._reading is not None:
             await self._reading
-        self._place.close()
+        if self._place is not None:
+            self._place.close()

@@ -7,6 +7,7 @@ Anything else goes to the least loaded one.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from typing import Literal
 from quire.cluster.prefixes import PrefixMap
 
 Reason = Literal["session", "prefix", "load", "overload"]
+MOST_SESSIONS = 1 << 18
+"""Sessions whose replicas are remembered. A front looks for others again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,8 @@ class Router:
         """Requests under way of each replica."""
         self.sessions: dict[str, str] = {}
         """The replicas of sessions and stored responses, by their ids; some have ended."""
+        self.calls: Counter[str] = Counter()
+        """Requests under way about each session."""
         self.names: tuple[str, ...] = ()
         self._turn = 0
 
@@ -78,13 +83,22 @@ class Router:
         """Return whether a replica has ``slack`` more requests under way than the least loaded."""
         return self.load[name] > min(self.load.values()) + self.slack
 
+    def place(self, session: str, replica: str) -> None:
+        """Note the replica of a session."""
+        self.sessions.pop(session, None)
+        self.sessions[session] = replica
+        if len(self.sessions) > MOST_SESSIONS:
+            del self.sessions[next(iter(self.sessions))]
+
     @contextmanager
-    def under_way(self, replica: str, blocks: Sequence[int] = ()) -> Iterator[None]:
-        """Count a request to a replica while it is under way."""
+    def under_way(self, replica: str, blocks: Sequence[int] = (), sessions: Sequence[str] = ()) -> Iterator[None]:
+        """Count a request to a replica, and about ``sessions``, while it is under way."""
         self.prefixes.add(blocks, replica)
         self.load[replica] = self.load.get(replica, 0) + 1
+        self.calls.update(sessions)
         try:
             yield
         finally:
+            self.calls -= Counter(sessions)
             if self.load.get(replica):  # else the replica has left meanwhile
                 self.load[replica] -= 1
