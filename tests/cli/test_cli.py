@@ -149,6 +149,12 @@ def test_config_file_sets_options_and_the_command_line_wins(
         (["calibrate", "--texts", "/no/such.txt"], "quire: --texts: '/no/such.txt': No such file or directory"),
         (["no-such-command"], "no-such-command"),
         (["pull", "x"], "quire: there is no command pull; quire serve MODEL and"),
+        (["rm", "x"], "quire: there is no command rm; models are files; quire models says where they are"),
+        (["generate", "x", "-f", "y"], "quire: there is no option -f here; - as the prompt reads stdin"),
+        (["chat", "x", "--verbose"], "quire: there is no option --verbose here; it stands before the command"),
+        (["capabilities", "/no/such/place"], "/no/such/place"),
+        (["doctor", "/no/such/place"], "/no/such/place"),
+        (["doctor", "one", "-m", "two"], "quire: the model is given twice, as 'one' and as --model 'two'"),
         (["serve", "x", "-ngl", "20"], "quire: -ngl 20 is not supported; --device auto takes a GPU for the whole"),
         (["serve", "x", "-fa", "off"], "quire: -fa off is not supported; the fastest kernels are taken"),
         (
@@ -486,6 +492,16 @@ def test_models_and_names_are_given_as_to_others(monkeypatch: pytest.MonkeyPatch
     assert (before[0]["model"], before[1].model_names) == ("x", ("a",)), "the model may stand behind one name"
     assert served_with("--alias", "a,b", monkeypatch=monkeypatch)[1].model_names == ("a", "b")
     assert served_with(monkeypatch=monkeypatch)[1].model_names == ()
+
+
+def test_keys_are_a_variable(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("QUIRE_API_KEY", "a, b,")
+    assert served_with(monkeypatch=monkeypatch)[1].api_key == ("a", "b")
+    monkeypatch.setenv("QUIRE_API_KEY", "")
+    assert served_with(monkeypatch=monkeypatch)[1].api_key == ()
+    monkeypatch.setenv("QUIRE_API_KEY", " ,")  # never a server without a key
+    assert run("serve", "tiny-python", monkeypatch=monkeypatch) == 2
+    assert "QUIRE_API_KEY is ' ,', without a key" in capsys.readouterr().err
 
 
 def test_threads_are_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
