@@ -28,7 +28,7 @@ from quire.base.process_exit import end_with_process
 from quire.base.progress import on_terminal
 from quire.base.sampling_params import BeamSearchParams, SamplingParams
 from quire.base.segments import BlendParams, Segment
-from quire.base.signatures import require_bool
+from quire.base.signatures import require_bool, suggests_keywords
 from quire.base.speculation import Speculation
 from quire.base.uncopied import Uncopied
 from quire.blend.calibration import PROBES, BlendCalibration, QualityLimits
@@ -71,6 +71,7 @@ if TYPE_CHECKING:
     from quire_inspector.views.state_views import StateViews
 
 
+@suggests_keywords
 class LLM(Uncopied):
     """A loaded model that generates, and whose state sessions can hold.
 

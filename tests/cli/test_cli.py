@@ -22,7 +22,7 @@ import typer
 from quire import LLM, FailedPrecondition, InvalidArgument, QuireError
 from quire.base.other_names import ALIASES, COMMANDS, OPTIONS, SEVERAL
 from quire.cli import main as cli
-from quire.cli.chat import LocalBackend, TerminalChat
+from quire.cli.chat import AnswerPiece, LocalBackend, TerminalChat
 from quire.cli.options import read_config
 from quire.server.http.settings import ServerSettings
 
@@ -149,6 +149,12 @@ def test_config_file_sets_options_and_the_command_line_wins(
         (["calibrate", "--texts", "/no/such.txt"], "quire: --texts: '/no/such.txt': No such file or directory"),
         (["no-such-command"], "no-such-command"),
         (["pull", "x"], "quire: there is no command pull; quire serve MODEL and"),
+        (["rm", "x"], "quire: there is no command rm; models are files; quire models says where they are"),
+        (["generate", "x", "-f", "y"], "quire: there is no option -f here; - as the prompt reads stdin"),
+        (["chat", "x", "--verbose"], "quire: there is no option --verbose here; it stands before the command"),
+        (["capabilities", "/no/such/place"], "/no/such/place"),
+        (["doctor", "/no/such/place"], "/no/such/place"),
+        (["doctor", "one", "-m", "two"], "quire: the model is given twice, as 'one' and as --model 'two'"),
         (["serve", "x", "-ngl", "20"], "quire: -ngl 20 is not supported; --device auto takes a GPU for the whole"),
         (["serve", "x", "-fa", "off"], "quire: -fa off is not supported; the fastest kernels are taken"),
         (
@@ -488,6 +494,16 @@ def test_models_and_names_are_given_as_to_others(monkeypatch: pytest.MonkeyPatch
     assert served_with(monkeypatch=monkeypatch)[1].model_names == ()
 
 
+def test_keys_are_a_variable(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("QUIRE_API_KEY", "a, b,")
+    assert served_with(monkeypatch=monkeypatch)[1].api_key == ("a", "b")
+    monkeypatch.setenv("QUIRE_API_KEY", "")
+    assert served_with(monkeypatch=monkeypatch)[1].api_key == ()
+    monkeypatch.setenv("QUIRE_API_KEY", " ,")  # never a server without a key
+    assert run("serve", "tiny-python", monkeypatch=monkeypatch) == 2
+    assert "QUIRE_API_KEY is ' ,', without a key" in capsys.readouterr().err
+
+
 def test_threads_are_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     served_with("-t", "-1", monkeypatch=monkeypatch)
@@ -679,8 +695,11 @@ def test_an_answer_that_was_cut_goes_on(llm: LLM, capsys: pytest.CaptureFixture[
 
 
 def test_an_answer_that_the_model_ended_is_not_cut(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
-    TerminalChat(LocalBackend(llm, {"temperature": 0, "max_tokens": 64, "stop": ["\n"]})).take("def add(a, b):")
+    chat = TerminalChat(LocalBackend(llm, {"temperature": 0, "max_tokens": 64, "stop": ["\n"]}))
+    chat.take("def add(a, b):")
     assert "cut" not in capsys.readouterr().err
+    chat.take("/continue")
+    assert capsys.readouterr().err == "the model had ended its answer, and adds nothing\n"
 
 
 def test_a_refused_turn_leaves_nothing_behind(llm: LLM) -> None:
@@ -776,6 +795,43 @@ def test_a_turn_that_an_interrupt_undid_is_none(llm: LLM, monkeypatch: pytest.Mo
     assert [turn.line for turn in chat._branch.turns] == ["x = 1"]
     chat.take("/rewind 1")
     assert len(chat._session) == 0
+
+
+def test_lines_of_a_pipe(llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """All are taken, and the exit code says that one was refused. An interrupt ends the chat."""
+    chat = TerminalChat(LocalBackend(llm, {"temperature": 0, "max_tokens": 2}))
+    monkeypatch.setattr("sys.stdin", io.StringIO("/nosuch\n// x\n/clear\n/etc/passwd is\n/bye\nz = 1\n"))
+    with pytest.raises(SystemExit) as ended:
+        chat.run()
+    assert ended.value.code == 2
+    assert "unknown command /nosuch; " in capsys.readouterr().err
+    lines = {name: [turn.line for turn in branch.turns] for name, branch in chat._branches.items()}
+    assert lines == {"main": ["// x"], "new-1": ["/etc/passwd is"]}
+    monkeypatch.setattr("sys.stdin", io.StringIO("x = 1\n"))
+    chat.run()
+
+    def interrupted(*_: object) -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sys.stdin", io.StringIO("x = 1\ny = 1\n"))
+    monkeypatch.setattr(chat, "take", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        chat.run()
+
+
+def test_an_error_within_an_answer_has_a_line_of_its_own(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chat = TerminalChat(LocalBackend(llm, {}))
+
+    def broken(*_: object) -> Iterator[AnswerPiece]:
+        yield AnswerPiece("def", 1)
+        raise QuireError("the connection broke")
+
+    monkeypatch.setattr(chat._backend, "answer", broken)
+    with pytest.raises(QuireError, match="broke"):
+        chat.take("x")
+    assert capsys.readouterr().out == "def\n"
 
 
 def test_windows_that_make_no_sense(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -118,6 +118,39 @@ def test_control_keys(before: str, tmp_path: Path) -> None:
     assert typed("abc\x03|def\n|\x04", tmp_path, before=before) == ["interrupted", "got 'def'", "end"]
 
 
+def test_the_end_can_be_typed_between_two_lines(tmp_path: Path) -> None:
+    """As while an answer comes: it ends the next line, and the terminal is left as it was."""
+    script = """
+import time
+from quire.cli.line_input import LineInput
+with LineInput(lambda line: ()) as lines:
+    print("busy", flush=True)
+    time.sleep(1)
+    try:
+        lines.read("> ")
+    except EOFError:
+        print("end", flush=True)
+"""
+    main, side = pty.openpty()
+    before = termios.tcgetattr(side)[6]
+    env = {**os.environ, "XDG_STATE_HOME": str(tmp_path), "TERM": "dumb"}
+    process = subprocess.Popen([sys.executable, "-c", script], stdin=side, stdout=side, stderr=side, env=env)
+    shown = ""
+    try:
+        for mark, keys in (("busy", b"\x04"), ("end", b"")):
+            while mark not in shown and select.select([main], [], [], 60)[0]:
+                shown += os.read(main, 4096).decode()
+            assert mark in shown
+            os.write(main, keys)
+        assert process.wait(60) == 0
+        assert termios.tcgetattr(side)[6] == before
+    finally:
+        process.kill()
+        process.wait()
+        os.close(main)
+        os.close(side)
+
+
 def test_a_history_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "quire").write_text("a file where the folder would be")
     assert typed("a\n|\x04", tmp_path) == ["got 'a'", "end"]

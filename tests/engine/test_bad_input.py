@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from quire import (
     Unsupported,
 )
 from quire.base.config import EngineConfig
+from quire.base.sampling_params import BeamSearchParams
 from quire.text.token_ids import as_token_ids
 from small_tokenizers import saved
 
@@ -122,6 +124,20 @@ def test_arguments_are_spelt_out() -> None:
         LLM("tiny-python", max_length=3)  # type: ignore[call-arg]
     with pytest.raises(InvalidArgument, match="model must be"):
         LLM(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: LLM("tiny-python", page_sise=4), r"LLM has no keyword 'page_sise'; did you mean page_size\?"),  # type: ignore[call-arg]
+        (lambda: SamplingParams(temprature=0), "SamplingParams has no keyword 'temprature'; did you mean temperature"),  # type: ignore[call-arg]
+        (lambda: SamplingParams().replace(max_new_tokens=3), "'max_new_tokens'; did you mean max_tokens"),
+        (lambda: BeamSearchParams(zzz=1), "'zzz'; there are beam_width, "),  # type: ignore[call-arg]
+    ],
+)
+def test_a_misspelt_keyword_is_refused_with_the_nearest(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        make()
 
 
 def test_arguments_reach_the_configuration(make_llm: MakeLLM, llama: Checkpoint) -> None:

@@ -88,7 +88,9 @@ OPTIONS: Mapping[str, OtherOption] = {
     **_same("--speculative", "-md", "--model-draft", "--spec-draft-model", form="draft:{}"),
     **_same("--adapters", "--lora-modules"),
     **_same("--no-enable-prefix-caching", "--no-cache-prompt", takes=False),
-    **_same("--max-tokens", "-n", "--predict", "--n-predict", values={"-1": ""}, default="max_new_tokens"),
+    **_same(
+        "--max-tokens", "-n", "--predict", "--n-predict", "--num-predict", values={"-1": ""}, default="max_new_tokens"
+    ),
     **_same("--temperature", "--temp", default="temperature"),
     **_same("--repetition-penalty", "--repeat-penalty", default="repetition_penalty"),
     **{
@@ -97,6 +99,7 @@ OPTIONS: Mapping[str, OtherOption] = {
     },
     "--max-tokens": OtherOption(default="max_new_tokens", says="requests give max_tokens"),
     **_same("--seed", "-s", values={"-1": ""}),
+    **_same("--system", "-sys", "--system-prompt"),
     **_same("OMP_NUM_THREADS", "-t", "--threads", values={"-1": ""}),
     # What is so in any case.
     **_itself("prefixes are always cached", "--cache-prompt"),
@@ -117,6 +120,7 @@ OPTIONS: Mapping[str, OtherOption] = {
         fine=("", "on", "auto", "1"),
     ),
     **_itself("files of weights are mapped into memory", "--mmap"),
+    **_itself("the model stays loaded until the command ends", "--keepalive", takes=True),
     **_itself("a full context ends a text", "--no-context-shift"),
     **_itself("GET /metrics and GET /slots are always there", "--metrics", "--slots"),
     **_itself("the page at / is always there", "--webui", "--ui"),
@@ -137,6 +141,9 @@ OPTIONS: Mapping[str, OtherOption] = {
     **_refused("--adapters NAME=PATH loads adapters", "--lora", "--lora-scaled"),
     **_refused("--adapter-ranks bounds what a step uses", "--max-loras", "--max-lora-rank"),
     **_refused("the prompt is an argument, as in quire generate MODEL PROMPT", "-p", "--prompt"),
+    **_refused("- as the prompt reads stdin, as in quire generate MODEL - < FILE", "-f", "--file"),
+    **_refused("quire chat MODEL is a conversation", "-cnv", "--conversation", "-i", "--interactive"),
+    **_refused("it stands before the command, as in quire -v chat MODEL", "-v", "--verbose"),
     **_refused("--allowed-origin takes one origin, and may be repeated", "--allowed-origins", "--cors-origins"),
     **_refused("--api-key, the variable QUIRE_API_KEY or a file for --config gives keys", "--api-key-file"),
     **_refused("weights stay on the device; --quantization makes them smaller", "--cpu-offload-gb"),
@@ -214,9 +221,14 @@ ALIASES: Mapping[str, str] = {"run": "chat"}
 
 COMMANDS: Mapping[str, str] = {
     "pull": "quire serve MODEL and quire chat MODEL fetch a Hugging Face id when they first load it",
-    "list": "quire models lists the bundled models and what runs",
+    "list": "quire models lists the models on this machine and what runs",
+    "ls": "quire models lists the models on this machine and what runs",
+    "help": "quire, without a command, lists them",
+    "rm": "models are files; quire models says where they are",
+    "create": "--chat-template, --system and the options of sampling stand in place of a Modelfile",
+    "convert": "a directory of safetensors and a GGUF file are read as they are",
     "ps": "quire top shows a running server",
-    "show": "quire capabilities --model MODEL describes a model",
+    "show": "quire capabilities MODEL describes a model",
     "stop": "Ctrl-C, or the signal SIGTERM, stops a server",
     "complete": "quire generate MODEL PROMPT continues a text",
 }

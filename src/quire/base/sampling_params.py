@@ -30,7 +30,7 @@ from quire.base.sampling_fields import (
     is_collection,
     number,
 )
-from quire.base.signatures import require_bool, require_text
+from quire.base.signatures import require_bool, require_text, suggests_keywords
 
 LogitsProcessor: TypeAlias = Callable[[list[int], Any], Any]
 """``(token_ids, logits) -> logits``: generated ids; float32 ``torch.Tensor`` [V] in and out."""
@@ -188,6 +188,7 @@ _DRAWN = _TERMINAL | Surface.EXECUTORS
 _ALL = _DRAWN | Surface.GENERATION_CONFIG
 
 
+@suggests_keywords
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """The sampling and stopping parameters of one request.
@@ -366,6 +367,7 @@ class SamplingParams:
             raise
 
 
+@suggests_keywords
 @dataclass(frozen=True, kw_only=True)
 class BeamSearchParams:
     """A search for the most probable continuations that follows ``beam_width`` of them at a time.

@@ -7,6 +7,7 @@ checks what an annotation cannot express (a range, a shape, a dtype).
 from __future__ import annotations
 
 import collections.abc
+import difflib
 import inspect
 import numbers
 import operator
@@ -80,6 +81,24 @@ def checked(function: Callable[..., Any], verb: str) -> Callable[..., Any]:
         return function(self, *given, *args[len(given) :], **named)
 
     return wrapper
+
+
+def suggests_keywords(cls: type[T]) -> type[T]:
+    """Make ``__init__`` refuse an unknown keyword by a ``TypeError`` with the nearest name, or with
+    all names if none is near."""
+    function: Callable[..., None] = cls.__init__
+    known = list(inspect.signature(function).parameters)[1:]
+
+    @wraps(function)
+    def wrapper(self: Any, /, *args: Any, **kwargs: Any) -> None:
+        if unknown := [name for name in kwargs if name not in known]:
+            near = difflib.get_close_matches(unknown[0], known, 1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+            raise TypeError(f"{cls.__name__} has no keyword {unknown[0]!r}; {hint}")
+        function(self, *args, **kwargs)
+
+    cls.__init__ = wrapper  # type: ignore[method-assign, assignment]
+    return cls
 
 
 def _accept(checks: Mapping[str, Check], verb: str, name: str, value: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -67,7 +68,13 @@ DEFAULT_MODEL = "tiny-python"
 ANSWER_TOKENS = 128
 """Most tokens of what a model does not end itself."""
 
-LEAVING = ("/exit", "/quit")
+LEAVING = ("/exit", "/quit", "/bye")
+
+COMMAND = re.compile(r"/[a-z]+|/\?")
+"""The first word of a line that is a command. Code and paths may begin with a slash, too."""
+
+OTHER_COMMANDS = {"/?": "/help", "/clear": "/new", "/regen": "/again"}
+"""Commands in chats of ollama and llama.cpp, and what they are here."""
 
 SHOWN = 2000
 """Most characters that are shown of a loaded conversation. /text shows all."""
@@ -234,7 +241,9 @@ class TerminalChat:
         return self._branch.session
 
     def run(self) -> None:
-        """Take lines until /exit or the end of the input."""
+        """Take lines until /exit or the end of the input. If they are not typed, an interrupt ends
+        the chat, and a refused line lets it end with exit code 2."""
+        refused = False
         if not self._backend.templated:
             self._say("this model has no chat template: your lines are appended as they are, and it continues the text")
         self._say("/help lists the commands")
@@ -245,8 +254,10 @@ class TerminalChat:
                 except EOFError:
                     if is_typed():
                         self._say("")  # so that the shell begins in a line of its own
-                    return
+                    break
                 except KeyboardInterrupt:
+                    if not is_typed():
+                        raise
                     self._say("\n/exit or Ctrl-D leaves")
                     continue
                 if not line.strip():
@@ -254,26 +265,34 @@ class TerminalChat:
                 before = list(self._branch.turns)
                 try:
                     if not self.take(line):
-                        return
+                        break
                 except QuireError as error:
+                    refused = not is_typed()
                     self._say(str(error))
                 except KeyboardInterrupt:
+                    if not is_typed():
+                        raise
                     print(flush=True)
                     stays = self._branch.turns != before
                     ways = "; what was generated stays: /continue goes on, /rewind takes the turn back"
                     self._say("interrupted" + ways * stays)
+        if refused:
+            sys.exit(2)
 
     def take(self, line: str) -> bool:
         """Take one line, a command or a turn. Return False to end the chat."""
         word, _, rest = line.partition(" ")
+        word = OTHER_COMMANDS.get(word, word)
         if word in LEAVING:
             return False
-        if not word.startswith("/"):
+        if not COMMAND.fullmatch(word):
             self._turn(line)
         elif word in self._commands:
             self._commands[word](rest.strip())
         else:
-            raise InvalidArgument(f"unknown command {word}; /help lists the commands")
+            raise InvalidArgument(
+                f"unknown command {word}; /help lists the commands; text that begins so needs a space before it"
+            )
         return True
 
     # -- turns -------------------------------------------------------------------------------------
@@ -324,12 +343,17 @@ class TerminalChat:
                         branch.reuse = piece.reuse
                     print(piece.text, end="", flush=True)
         except BaseException as error:
+            if answer and isinstance(error, QuireError):
+                print(flush=True)  # so that the error begins in a line of its own
             if not self._backend.is_undone(branch.session, before, error):
                 keep(answer)
             elif isinstance(error, QuireError) and before and _says_full(error):
                 raise ResourceExhausted(f"{error}; {WAYS_ON}") from error
             raise
         keep(answer)
+        if line is None and not answer:
+            self._say("the model had ended its answer, and adds nothing")
+            return
         print(flush=True)
         cut = "; cut there, /continue goes on" * is_cut
         self._say(f"[{count} tokens in {time.perf_counter() - started:.2f} s{cut}]")

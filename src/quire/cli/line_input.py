@@ -8,6 +8,7 @@ from __future__ import annotations
 import glob
 import os
 import sys
+import termios
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -22,6 +23,8 @@ BLOCK = '"""'
 """Begins and ends a text of several lines."""
 MORE = "... "
 """The prompt of its further lines."""
+NO_KEY = b"\0"
+"""In place of a control key of a terminal: no key does it."""
 
 
 class LineInput:
@@ -31,6 +34,8 @@ class LineInput:
         self._complete = complete
         self._found: list[str] = []
         self._readline = _readline() if is_typed() and sys.stdout.isatty() else None
+        self._end_key: bytes | None = None
+        """The terminal's key for the end of the input: an ordinary key between two lines."""
 
     def read(self, prompt: str) -> str:
         """Return the next line. Show no prompt to a pipe.
@@ -38,7 +43,11 @@ class LineInput:
         Raise ``EOFError`` at the end and ``KeyboardInterrupt`` for Ctrl-C.
         """
         if self._readline is not None:
-            return input(prompt)
+            self._set_end_key(self._end_key)
+            try:
+                return input(prompt)
+            finally:
+                self._set_end_key(NO_KEY)
         if is_typed():  # without readline the terminal edits the line; stdout is reserved for the answers
             print(prompt, end="", file=sys.stderr, flush=True)
         return input()
@@ -69,6 +78,10 @@ class LineInput:
             readline.parse_and_bind("bind ^I rl_complete" if edited else "tab: complete")
             readline.set_history_length(HISTORY_LENGTH)
             readline.clear_history()
+            # The terminal would take a Ctrl-D out of what is typed during an answer.
+            with suppress(termios.error):
+                self._end_key = termios.tcgetattr(sys.stdin)[6][termios.VEOF]
+            self._set_end_key(NO_KEY)
             if (file := history_file()) is not None:
                 with suppress(OSError):
                     readline.read_history_file(file)
@@ -76,12 +89,20 @@ class LineInput:
 
     def __exit__(self, *_: object) -> None:
         if (readline := self._readline) is not None:
+            self._set_end_key(self._end_key)
             readline.set_completer(None)
             if (file := history_file()) is not None:
                 with suppress(OSError):  # a chat works without a writable home directory
                     file.parent.mkdir(parents=True, exist_ok=True)
                     file.touch(mode=0o600)
                     readline.write_history_file(file)
+
+    def _set_end_key(self, key: bytes | None) -> None:
+        if self._end_key is not None and key is not None:
+            with suppress(termios.error):
+                settings = termios.tcgetattr(sys.stdin)
+                settings[6][termios.VEOF] = key
+                termios.tcsetattr(sys.stdin, termios.TCSANOW, settings)
 
     def _completion(self, word: str, state: int) -> str | None:
         """Return candidate number ``state`` for ``readline``."""

@@ -33,6 +33,7 @@ from quire.cli.options import (
     CHAT_OPTIONS,
     LISTED_HELP,
     MODEL_HELP,
+    MODEL_KINDS,
     SAMPLING_DEFAULTS,
     SAMPLING_OPTIONS,
     AdapterOption,
@@ -53,6 +54,8 @@ if TYPE_CHECKING:
 ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default=False)]
 
 ListedArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help=LISTED_HELP, show_default=False)]
+MeasuredArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_KINDS, show_default=False)]
+MeasuredOption = Annotated[str | None, typer.Option("--model", "-m", help=MODEL_KINDS, show_default=False)]
 ListedOption = Annotated[str | None, typer.Option("--model", "-m", help=LISTED_HELP, show_default=False)]
 
 HERE = "http://127.0.0.1:8000"
@@ -242,6 +245,10 @@ def serve(
     given = {field: chosen.pop(field) for field in fields & set(chosen)}
     if "api_key" not in given and (keys := os.environ.get("QUIRE_API_KEY")):
         given["api_key"] = [key.strip() for key in keys.split(",") if key.strip()]
+        if not given["api_key"]:
+            raise InvalidArgument(
+                f"QUIRE_API_KEY is {keys!r}, without a key; unset it, or give keys separated by commas"
+            )
     settings = ServerSettings(**given)
     _require_server("quire serve")
     from quire.async_llm import AsyncLLM
@@ -424,6 +431,7 @@ def quantize(
 
 @command(app, "engine")
 def capabilities(
+    name: ModelArgument = None,
     model: ModelOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     everything: Annotated[bool, typer.Option("--all", help="Print it for every kind of model; loads none.")] = False,
@@ -437,7 +445,7 @@ def capabilities(
     from quire.contracts.model import num_blocks
     from quire.kv.rule_table import combination_of
 
-    model, chosen = chosen_model(model, options)
+    model, chosen = chosen_model(model, options, name)
     if as_json + everything + markdown > 1:
         raise InvalidArgument("--json, --all and --markdown are three ways to print; give one of them")
     if everything or markdown:
@@ -485,13 +493,15 @@ def calibrate(
 
 @command(app)
 def doctor(
-    model: Annotated[str | None, typer.Option("--model", "-m", help=MODEL_HELP, show_default=False)] = None,
+    name: MeasuredArgument = None,
+    model: MeasuredOption = None,
     measure: Annotated[bool, typer.Option(help="Measure this machine in five seconds; --model always does.")] = True,
 ) -> None:
     """Print the kernels and libraries in use, with reasons, the speed that models can have, and
     remedies for what fails."""
     from quire.cli.doctor import examine, measured, print_findings
 
+    model, _ = given_model(model, {}, name)
     findings = examine()
     has_torch = any(one.name == "C++ kernels" for one in findings)
     if has_torch and (measure or model is not None):
