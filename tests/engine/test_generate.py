@@ -150,6 +150,21 @@ def test_metrics_of_a_request(small: LLM) -> None:
     assert found['quire:request_success_total{finished_reason="length"}'] == 1
 
 
+def test_prompt_tokens_count_when_their_state_is_there(make_llm: MakeLLM, llama: Checkpoint) -> None:
+    """A prompt and its cached tokens count in the same step, however long it has waited."""
+    llm = make_llm(llama, max_num_seqs=1)
+    engine = engine_of(llm)
+    for _ in range(2):
+        engine.submit(np.array(PROMPT), greedy(3))
+    assert llm.metrics()["quire:prompt_tokens_total"] == 0
+    seen = []
+    while engine.has_work:
+        engine.step()
+        found = llm.metrics()
+        seen.append((found["quire:prompt_tokens_total"], found["quire:prompt_tokens_cached_total"]))
+    assert sorted(set(seen)) == [(20, 0), (40, 19)]
+
+
 def test_no_leak_over_many_requests(make_llm: MakeLLM, llama: Checkpoint) -> None:
     llm = make_llm(llama, pool=128, page_size=4)
     for seed in range(30):

@@ -515,6 +515,16 @@ def test_what_is_not_in_the_pool_has_no_norms(small: LLM) -> None:
         assert session.num_computed == 0
 
 
+def test_a_session_without_computed_tokens_has_no_norms(make_llm: MakeLLM, attending: Checkpoint) -> None:
+    llm = make_llm(attending.path, kv_cache_memory="8MiB")
+    with llm.session(random_tokens(8)) as session:
+        session.rewind(to=0)
+        for layer in range(len(llm.model.layer_specs)):
+            view = session.norms(layer)
+            assert view.positions.size == 0
+            assert {len(one) for one in view.norms.values()} == {0}
+
+
 # -- two sessions ----------------------------------------------------------------------------------
 
 

@@ -79,8 +79,6 @@ class Requests:
         self.scheduler.submit(leader, arrival)
         if arrival is None:
             self.timeline.arrived(samples)
-        if leader.params is not None:
-            self.metrics.prompt_tokens.inc(leader.asked.num_prompt)
 
     # -- the end -----------------------------------------------------------------------------------
 

@@ -345,6 +345,8 @@ class EngineSteps:
     def _share_prompt(self, request: Request) -> None:
         """Let others fork a computed prompt from now on."""
         branch, reuse = request.branch, request.seat.reuse
+        # Both at once, so that the cached ones of no period are more than all.
+        self.metrics.prompt_tokens.inc(request.asked.num_prompt)
         self.metrics.prompt_tokens_cached.inc(reuse.cached)
         self.metrics.tokens_replayed.inc(reuse.replayed)
         for tier, count in reuse.cached_by_tier.items():

@@ -103,7 +103,7 @@ def norms_view(engine: Engine, source: SessionBranch, layer: int) -> NormsView:
     with engine.lock:
         require_idle(source, "norms")
         num_tokens = len(source.tokens)
-        seq = None if source.seq is None else engine.branches.fork_of(source.seq)
+        seq = engine.branches.fork_of(source.seq) if source.seq is not None and source.computed else None
         held = None if seq is None else engine.runner.state.open_export(seq)
     try:
         # Without the lock: no call writes into what the fork holds.
