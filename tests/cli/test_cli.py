@@ -578,6 +578,22 @@ def test_tables_are_never_cut(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
         assert "…" not in capsys.readouterr().out
 
 
+def test_tables_where_the_width_is_not_known(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "0")
+    assert run("models", monkeypatch=monkeypatch) == 0
+    assert "tiny-python" in capsys.readouterr().out
+
+
+def test_a_package_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "quire.llm", None)
+    assert run("generate", "x", monkeypatch=monkeypatch) == 2
+    error = capsys.readouterr().err
+    assert "quire.llm" in error
+    assert error.count("\n") == 1
+
+
 def test_the_package_runs_as_a_module() -> None:
     command = [sys.executable, "-m", "quire", "generate", "x", "--config", "/no/such.yaml"]  # which needs no torch
     done = subprocess.run(command, capture_output=True, text=True)
