@@ -813,6 +813,21 @@ def test_a_turn_that_an_interrupt_undid_is_none(llm: LLM, monkeypatch: pytest.Mo
     assert len(chat._session) == 0
 
 
+def test_only_a_saved_state_is_replaced(llm: LLM, tmp_path: Path) -> None:
+    chat = TerminalChat(LocalBackend(llm, {"temperature": 0, "max_tokens": 2}))
+    chat.take("x = 1")
+    notes, state = tmp_path / "notes.txt", tmp_path / "x.quire"
+    notes.write_text("what was written by hand")
+    with pytest.raises(InvalidArgument, match=r"notes\.txt': a file of that name is no saved state; give another name"):
+        chat.take(f"/save {notes}")
+    assert notes.read_text() == "what was written by hand"
+    for _ in range(2):
+        assert chat.take(f"/save {state}")
+    state.write_bytes(b"")
+    assert chat.take(f"/save {state}")
+    assert chat.take(f"/load {state}")
+
+
 def test_lines_of_a_pipe(llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """All are taken, and the exit code says that one was refused. An interrupt ends the chat."""
     chat = TerminalChat(LocalBackend(llm, {"temperature": 0, "max_tokens": 2}))
