@@ -143,6 +143,9 @@ def test_config_file_sets_options_and_the_command_line_wins(
         (["generate", "one", "two", "-m", "three"], "quire: the model is given twice, as 'one' and as --model 'three'"),
         (["generate", "/no/such/place", "x"], "/no/such/place"),
         (["chat", "/no/such/place"], "/no/such/place"),
+        (["chat", "tiny-python", " "], "quire: LINE is empty; give a text, or leave it out to talk"),
+        (["chat", "tiny-python", "/nosuch"], "quire: unknown command /nosuch; "),
+        (["chat", "--url", "http://127.0.0.1:1", "--page-size", "4"], "quire: --page-size: with --url the server has"),
         (["chat", "one", "-m", "two"], "quire: the model is given twice, as 'one' and as --model 'two'"),
         (["serve", "one", "-m", "two"], "quire: the model is given twice, as 'one' and as --model 'two'"),
         (["serve", "-m", "/no/such/place"], "/no/such/place"),
@@ -811,6 +814,20 @@ def test_a_turn_that_an_interrupt_undid_is_none(llm: LLM, monkeypatch: pytest.Mo
     assert [turn.line for turn in chat._branch.turns] == ["x = 1"]
     chat.take("/rewind 1")
     assert len(chat._session) == 0
+
+
+def test_one_line_is_answered_as_by_ollama(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("run", "tiny-python", "def add(a, b):\n    x", *GREEDY, monkeypatch=monkeypatch) == 0
+    given = capsys.readouterr()
+    assert given.out.strip()
+    assert "/help" not in given.err
+    monkeypatch.setattr("sys.stdin", io.StringIO("def add(a, b):\n    x\n"))
+    assert run("chat", "tiny-python", "-", *GREEDY, monkeypatch=monkeypatch) == 0
+    assert capsys.readouterr().out == given.out
+    sent: list[Any] = []
+    monkeypatch.setattr("quire.cli.remote_chat.run_remote_chat", lambda url, **given: sent.append(given["line"]))
+    assert run("chat", "m", "x = 1", "--url", "http://127.0.0.1:1", monkeypatch=monkeypatch) == 0
+    assert sent == ["x = 1"]
 
 
 def test_only_a_saved_state_is_replaced(llm: LLM, tmp_path: Path) -> None:
