@@ -317,6 +317,7 @@ def run_top(
     check_real("interval", interval, above=0, up_to=3600)
     watch = Watch(Link(url, api_key=api_key, timeout=PATIENCE))
     console = Console(markup=False, highlight=False, emoji=False)
+    console.width = console.width or 80  # COLUMNS=0: the width is not known
     if as_json:
         print(json.dumps(watch.look()))
         return

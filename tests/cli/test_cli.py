@@ -143,6 +143,9 @@ def test_config_file_sets_options_and_the_command_line_wins(
         (["generate", "one", "two", "-m", "three"], "quire: the model is given twice, as 'one' and as --model 'three'"),
         (["generate", "/no/such/place", "x"], "/no/such/place"),
         (["chat", "/no/such/place"], "/no/such/place"),
+        (["chat", "tiny-python", " "], "quire: LINE is empty; give a text, or leave it out to talk"),
+        (["chat", "tiny-python", "/nosuch"], "quire: unknown command /nosuch; "),
+        (["chat", "--url", "http://127.0.0.1:1", "--page-size", "4"], "quire: --page-size: with --url the server has"),
         (["chat", "one", "-m", "two"], "quire: the model is given twice, as 'one' and as --model 'two'"),
         (["serve", "one", "-m", "two"], "quire: the model is given twice, as 'one' and as --model 'two'"),
         (["serve", "-m", "/no/such/place"], "/no/such/place"),
@@ -578,6 +581,22 @@ def test_tables_are_never_cut(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
         assert "…" not in capsys.readouterr().out
 
 
+def test_tables_where_the_width_is_not_known(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "0")
+    assert run("models", monkeypatch=monkeypatch) == 0
+    assert "tiny-python" in capsys.readouterr().out
+
+
+def test_a_package_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "quire.llm", None)
+    assert run("generate", "x", monkeypatch=monkeypatch) == 2
+    error = capsys.readouterr().err
+    assert "quire.llm" in error
+    assert error.count("\n") == 1
+
+
 def test_the_package_runs_as_a_module() -> None:
     command = [sys.executable, "-m", "quire", "generate", "x", "--config", "/no/such.yaml"]  # which needs no torch
     done = subprocess.run(command, capture_output=True, text=True)
@@ -795,6 +814,35 @@ def test_a_turn_that_an_interrupt_undid_is_none(llm: LLM, monkeypatch: pytest.Mo
     assert [turn.line for turn in chat._branch.turns] == ["x = 1"]
     chat.take("/rewind 1")
     assert len(chat._session) == 0
+
+
+def test_one_line_is_answered_as_by_ollama(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("run", "tiny-python", "def add(a, b):\n    x", *GREEDY, monkeypatch=monkeypatch) == 0
+    given = capsys.readouterr()
+    assert given.out.strip()
+    assert "/help" not in given.err
+    monkeypatch.setattr("sys.stdin", io.StringIO("def add(a, b):\n    x\n"))
+    assert run("chat", "tiny-python", "-", *GREEDY, monkeypatch=monkeypatch) == 0
+    assert capsys.readouterr().out == given.out
+    sent: list[Any] = []
+    monkeypatch.setattr("quire.cli.remote_chat.run_remote_chat", lambda url, **given: sent.append(given["line"]))
+    assert run("chat", "m", "x = 1", "--url", "http://127.0.0.1:1", monkeypatch=monkeypatch) == 0
+    assert sent == ["x = 1"]
+
+
+def test_only_a_saved_state_is_replaced(llm: LLM, tmp_path: Path) -> None:
+    chat = TerminalChat(LocalBackend(llm, {"temperature": 0, "max_tokens": 2}))
+    chat.take("x = 1")
+    notes, state = tmp_path / "notes.txt", tmp_path / "x.quire"
+    notes.write_text("what was written by hand")
+    with pytest.raises(InvalidArgument, match=r"notes\.txt': a file of that name is no saved state; give another name"):
+        chat.take(f"/save {notes}")
+    assert notes.read_text() == "what was written by hand"
+    for _ in range(2):
+        assert chat.take(f"/save {state}")
+    state.write_bytes(b"")
+    assert chat.take(f"/save {state}")
+    assert chat.take(f"/load {state}")
 
 
 def test_lines_of_a_pipe(llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,8 @@ import pytest
 
 from quire.cli import main as cli
 from quire.cli.local_models import LocalModel, models_here
+from quire.models.catalogue import resolve_model
+from quire.models.ollama_files import ollama_file
 
 GGUF = b"GGUF" + bytes(96)
 
@@ -50,7 +52,10 @@ def test_nothing_is_found_where_nothing_is(home: Path) -> None:
     write(Path("deep/model.safetensors"), b"x")
     write(Path("mmproj-x.gguf"), GGUF)
     write(Path("half-00001-of-00002.gguf"), GGUF)
-    write(home / ".ollama/models/manifests/r/library/x/latest", b"not JSON")
+    write(Path("pointer.gguf"), b"version https://git-lfs.github.com/spec/v1")
+    Path("folder.gguf").mkdir()
+    for name, wrong in (("a", b"not JSON"), ("b", {"layers": ["x", {}]}), ("c", {"layers": [], "config": "x"})):
+        write(home / f".ollama/models/manifests/r/library/{name}/latest", wrong)
     assert others() == []
 
 
@@ -107,19 +112,29 @@ def test_folders_of_other_programs(home: Path, monkeypatch: pytest.MonkeyPatch) 
         {"mediaType": "application/vnd.ollama.image.model", "digest": blob(GGUF)},
     ]
     manifest = {"config": {"digest": blob(b'{"file_type": "Q4_K_M"}')}, "layers": layers}
-    write(home / ".ollama/models/manifests/host.example/library/small/1b", manifest)
+    write(home / ".ollama/models/manifests/registry.ollama.ai/library/small/1b", manifest)
+    write(home / ".ollama/models/manifests/hf.co/org/x/latest", manifest)
+    adapted = [*layers, {"mediaType": "application/vnd.ollama.image.adapter", "digest": layers[0]["digest"]}]
+    write(home / ".ollama/models/manifests/registry.ollama.ai/library/adapted/1b", {"layers": adapted})
     outside = [{"mediaType": "application/vnd.ollama.image.model", "digest": "sha256:../../../x"}]
     write(home / ".ollama/models/manifests/host.example/library/odd/1b", {"layers": outside})
     write(home / ".cache/llama.cpp/ggml-org_x_x-Q6_K.gguf", GGUF)
     write(home / ".lmstudio/models/org/y/y-Q5_0.gguf", GGUF)
-    assert [(one.weights, one.place) for one in others()] == [
-        ("Q4_K_M", "ollama's small:1b"),
-        ("Q6_K", "llama.cpp"),
-        ("Q5_0", "LM Studio"),
+    assert [(one.weights, one.nbytes, one.place) for one in others()] == [
+        ("Q4_K_M", 100, "ollama"),
+        ("Q4_K_M", 100, "ollama"),
+        ("Q6_K", 100, "llama.cpp"),
+        ("Q5_0", 100, "LM Studio"),
     ]
-    assert all(Path(one.name).is_file() for one in others())
+    assert [one.name for one in others()[:2]] == ["hf.co/org/x:latest", "small:1b"]
+    assert all(resolve_model(one.name).read_bytes() == GGUF for one in others())
+    assert resolve_model("hf.co/org/x") == resolve_model("small:1b")
+    for name in ("small", "adapted:1b", "odd:1b"):  # another tag, another model with an adapter, no blob
+        assert ollama_file(name) is None
+    write(Path("small:1b/config.json"), {})
+    assert resolve_model("small:1b") == Path("small:1b"), "what lies here comes first"
     monkeypatch.setenv("LLAMA_CACHE", str(home / ".cache/llama.cpp"))
-    assert len(others()) == 3, "a folder that is named twice counts once"
+    assert len(others()) == 4, "a folder that is named twice counts once"
 
 
 @pytest.mark.parametrize("command", ["serve", "chat", "run"])

@@ -139,12 +139,13 @@ def test_every_command_does_what_it_does_without_a_server(
         monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines) + "\n"))
 
     typed(tmp_path / "here")
-    with LLM(path, **OPTIONS) as local:
+    with LLM(path, **OPTIONS) as local, pytest.raises(SystemExit, match="2"):  # lines were refused
         TerminalChat(LocalBackend(local, FIELDS)).run()
     here = capsys.readouterr()
     typed(tmp_path / "there")
     assert pages_free(served.llm)  # what others have left in the cache is forgotten: /stats counts all pages
-    run_remote_chat(served.url, api_key=KEY, sampling=FIELDS)
+    with pytest.raises(SystemExit, match="2"):
+        run_remote_chat(served.url, api_key=KEY, sampling=FIELDS)
     there = capsys.readouterr()
     assert there.out == here.out
     assert here.out.count("\n") >= 5
@@ -439,11 +440,11 @@ def test_history_in_both_chats(
         monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines) + "\n"))
         options: dict[str, Any] = {**OPTIONS, "store": [f"file://{tmp_path / place}"]}
         if place == "here":
-            with LLM(plain_folder, **options) as local:
+            with LLM(plain_folder, **options) as local, pytest.raises(SystemExit, match="2"):
                 TerminalChat(LocalBackend(local, FIELDS)).run()
         else:
             llm = AsyncLLM(plain_folder, **options)
-            with serving(llm) as served:
+            with serving(llm) as served, pytest.raises(SystemExit, match="2"):
                 run_remote_chat(served.url, sampling=FIELDS)
             llm._llm.close()
         out, err = capsys.readouterr()

@@ -112,6 +112,16 @@ def test_paths_that_lead_nowhere(name: str, hub: list[Any]) -> None:
     assert hub == []
 
 
+def test_a_name_may_have_the_hubs_address(hub: list[Any]) -> None:
+    for name in ("hf.co/org/x", "https://huggingface.co/org/x"):
+        resolve_model(name)
+    assert [asked for asked, _ in hub] == ["org/x", "org/x"]
+    with pytest.raises(NotFound, match=r"'https://other\.example/org/x'"):
+        resolve_model("https://other.example/org/x")
+    with pytest.raises(NotFound, match=r"'./x\.gguf': there is no such file; expected"):
+        resolve_model("./x.gguf")
+
+
 def test_a_tokenizer_is_called_one() -> None:
     with pytest.raises(NotFound, match=r"^tokenizer './x': there is no such directory; expected a bundled tokenizer"):
         resolve_tokenizer("./x")

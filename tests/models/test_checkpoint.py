@@ -124,6 +124,15 @@ def test_damaged_files(single_file: Path, damage: Callable[[Path], object]) -> N
         load_model(single_file)
 
 
+def test_a_file_that_cannot_be_mapped(single_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unmapped(*_: object, **__: object) -> None:
+        raise RuntimeError("unable to mmap 99 bytes")
+
+    monkeypatch.setattr("quire.weights.safetensors_files.safe_open", unmapped)
+    with pytest.raises(CheckpointError, match=r"model.safetensors cannot be mapped into memory: unable to mmap"):
+        load_model(single_file)
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [

@@ -355,8 +355,9 @@ def test_files_by_name(mixed_file: Path, tmp_path: Path) -> None:
     other = Path(shutil.copy(mixed_file, folder / "tiny-Q4_K_S.gguf"))
     assert resolve_model(f"{folder}:q4_k_s") == other
     assert resolve_model(f"{folder}:Q4_K_M") == one
-    with pytest.raises(NotFound, match=r"2 GGUF files: tiny-Q4_K_M.gguf, tiny-Q4_K_S.gguf; name one of them"):
+    with pytest.raises(NotFound, match=r"2 GGUF files: tiny-Q4_K_M.gguf, tiny-Q4_K_S.gguf; name one of them") as caught:
         resolve_model(str(folder))
+    assert resolve_model(str(caught.value).rpartition("as in ")[2]) == one
     with pytest.raises(NotFound, match="no GGUF file with Q8_0 in its name"):
         resolve_model(f"{folder}:Q8_0")
     # A name without the ending: by its first bytes.
@@ -479,7 +480,7 @@ def test_a_file_of_a_repository(mixed_file: Path, tmp_path: Path, monkeypatch: p
     there = [SimpleNamespace(rfilename=file) for file in ("README.md", "x-Q8_0.gguf", "x-Q4_K_M.gguf")]
     monkeypatch.setattr(huggingface_hub, "model_info", lambda name, **given: SimpleNamespace(siblings=there))
     with pytest.raises(
-        NotFound, match=r"GGUF files only: x-Q8_0.gguf, x-Q4_K_M.gguf; name one of them, as in org/x:Q4"
+        NotFound, match=r"GGUF files only: x-Q8_0.gguf, x-Q4_K_M.gguf; name one of them, as in org/x:x-Q8_0"
     ):
         resolve_model("org/x")
     with pytest.raises(NotFound, match="org/x has no GGUF file with Q8_0 in its name"):

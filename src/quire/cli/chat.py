@@ -8,7 +8,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -75,6 +75,9 @@ COMMAND = re.compile(r"/[a-z]+|/\?")
 
 OTHER_COMMANDS = {"/?": "/help", "/clear": "/new", "/regen": "/again"}
 """Commands in chats of ollama and llama.cpp, and what they are here."""
+
+STATE_START = b'{"__metadata__":{"header_checksum":"'
+"""What stands in a state file behind the 8 bytes of a length."""
 
 SHOWN = 2000
 """Most characters that are shown of a loaded conversation. /text shows all."""
@@ -480,6 +483,7 @@ class TerminalChat:
 
     def _save(self, path: str) -> None:
         file = _file("/save", path)
+        _check_replaced(file)
         self._session.save(file)
         self._say(f"{file.stat().st_size:,} bytes written to {path}")
 
@@ -613,6 +617,17 @@ def _file(command: str, path: str) -> Path:
     if not path:
         raise InvalidArgument(f"{command} needs a file name")
     return Path(path).expanduser()
+
+
+def _check_replaced(file: Path) -> None:
+    """Refuse to replace a file that is no saved state, such as a completed name of another file."""
+    with suppress(OSError):  # the save itself names what is wrong with a path
+        if not file.is_file():
+            return
+        with file.open("rb") as there:
+            start = there.read(8 + len(STATE_START))
+        if start and start[8:] != STATE_START:
+            raise InvalidArgument(f"/save {str(file)!r}: a file of that name is no saved state; give another name")
 
 
 def _says_full(error: QuireError) -> bool:

@@ -4,7 +4,6 @@ ollama, llama.cpp and LM Studio. No torch.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import sys
@@ -15,11 +14,11 @@ from typing import Any, NoReturn
 
 from quire.base.errors import CheckpointError
 from quire.models.catalogue import bundled_models, gguf_files
-from quire.weights.gguf_paths import is_gguf, part_files
+from quire.models.ollama_files import ollama_models, read_json
+from quire.weights.gguf_paths import MAGIC, part_files
 
 _FORMAT = re.compile(r"(?<![A-Za-z0-9])(?:UD-)?(?:I?Q\d\w*|MXFP4\w*|BF16|F16|F32)(?![A-Za-z0-9])", re.IGNORECASE)
 """Finds the format of weights in the name of a GGUF file."""
-_MODEL_LAYER = "application/vnd.ollama.image.model"
 BUNDLED = "bundled"
 MOST = 10_000
 """Most files that are looked at below one folder."""
@@ -39,14 +38,13 @@ def models_here() -> list[LocalModel]:
     """List the models on this machine. What cannot be read is left out."""
     home = Path.home()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
-    ollama = [os.environ.get("OLLAMA_MODELS"), home / ".ollama/models", "/usr/share/ollama/.ollama/models"]
     llama = [os.environ.get("LLAMA_CACHE"), cache / "llama.cpp", home / "Library/Caches/llama.cpp"]
     studio = [home / ".lmstudio/models", cache / "lm-studio/models"]
     found = [
         *_directories(bundled_models().items(), BUNDLED),
         *_here(Path.cwd()),
         *_hub(),
-        *(one for folder in _folders(ollama) for one in _ollama(folder)),
+        *(LocalModel(one.name, one.weights, _size([one.file]), "ollama") for one in ollama_models()),
         *(one for folder in _folders(llama) for one in _files(folder.glob("*.gguf"), "llama.cpp")),
         *(one for folder in _folders(studio) for one in _files(folder.glob("*/*/*.gguf"), "LM Studio")),
     ]
@@ -70,7 +68,7 @@ def _directories(named: Iterable[tuple[str, Path]], place: str) -> Iterator[Loca
     """Yield the checkpoints among directories."""
     for name, folder in named:
         weights = list(folder.glob("*.safetensors"))
-        config = _json(folder / "config.json")
+        config = read_json(folder / "config.json")
         if weights and ("architectures" in config or "model_type" in config):
             yield LocalModel(name, _format_in(config), _size(weights), place)
 
@@ -82,8 +80,16 @@ def _files(files: Iterable[Path], place: str) -> Iterator[LocalModel]:
             parts = part_files(file)
         except CheckpointError:  # a part is missing
             continue
-        if file == parts[0] and not file.name.startswith("mmproj"):
+        if file == parts[0] and not file.name.startswith("mmproj") and _is_whole(file):
             yield LocalModel(str(file), _format_of(file.name), _size(parts), place)
+
+
+def _is_whole(file: Path) -> bool:
+    """Return whether a file begins as GGUF does: no page of an error, no pointer of git-lfs."""
+    try:
+        return file.is_file() and file.open("rb").read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
 
 
 def _hub() -> Iterator[LocalModel]:
@@ -106,27 +112,6 @@ def _hub() -> Iterator[LocalModel]:
             yield LocalModel(f"{repo.repo_id}{part}", model.weights, model.nbytes, place)
 
 
-def _ollama(folder: Path) -> Iterator[LocalModel]:
-    manifests = folder / "manifests"
-    for manifest in sorted(manifests.rglob("*"))[:MOST] if manifests.is_dir() else ():
-        if not manifest.is_file():
-            continue
-        document = _json(manifest)
-        name = ":".join(manifest.parts[-2:])
-        for layer in document.get("layers") or ():
-            blob = _blob(folder, layer) if layer.get("mediaType") == _MODEL_LAYER else None
-            if blob is not None and is_gguf(blob):
-                config = _blob(folder, document.get("config") or {})
-                weights = "" if config is None else str(_json(config).get("file_type") or "")
-                yield LocalModel(str(blob), weights, _size([blob]), f"ollama's {name}")
-
-
-def _blob(folder: Path, layer: Mapping[str, Any]) -> Path | None:
-    digest = layer.get("digest")
-    file = folder / "blobs" / str(digest).replace(":", "-")
-    return file if isinstance(digest, str) and re.fullmatch(r"sha256:[0-9a-f]{64}", digest) and file.is_file() else None
-
-
 def _format_of(name: str) -> str:
     found = _FORMAT.findall(name)
     return found[-1].upper() if found else ""
@@ -140,14 +125,6 @@ def _format_in(config: Mapping[str, Any]) -> str:
     dtype = next((one for text in texts for key in ("dtype", "torch_dtype") if (one := text.get(key))), "")
     method = quantized.get("quant_method") if isinstance(quantized, dict) else None
     return str(method or dtype)
-
-
-def _json(file: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _size(files: Iterable[Path]) -> int:

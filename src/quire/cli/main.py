@@ -194,24 +194,34 @@ def generate(
 @command(app, "chat", "sampling", "engine")
 def chat(
     name: ListedArgument = None,
+    line: Annotated[
+        str | None, typer.Argument(metavar="LINE", help="Answer this line only; - reads it from stdin, as a whole.")
+    ] = None,
     model: ListedOption = None,
     adapter: AdapterOption = None,
     url: UrlOption = None,
     api_key: KeyOption = None,
     **options: Any,
 ) -> None:
-    """Talk to a model in the terminal; /help lists the commands that fork, rewind and save."""
+    """Talk to a model in the terminal; /help lists the commands that fork, rewind and save.
+
+    Each line of a pipe is a turn. If one is refused, the exit code is 2.
+    """
     from quire.cli.chat import LocalBackend, TerminalChat, usual_fields
 
     model, chosen = given_model(model, options, name)
     kept = {name: chosen.pop(name) for name in CHAT_OPTIONS if name in chosen}
+    text = sys.stdin.read().removesuffix("\n") if line == "-" else line
+    if text is not None and not text.strip():
+        raise InvalidArgument("LINE is empty; give a text, or leave it out to talk")
     if url is not None:
         from quire.cli.remote_chat import run_remote_chat
 
         given = {name: chosen.pop(name) for name in SAMPLING_OPTIONS if name in chosen}
         if chosen:
-            raise InvalidArgument(f"{sorted(chosen)} are options of an engine, and with --url the server has its own")
-        run_remote_chat(url, model=model, adapter=adapter, api_key=api_key, sampling=given, **kept)
+            flags = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(chosen))
+            raise InvalidArgument(f"{flags}: with --url the server has its own; leave it out")
+        run_remote_chat(url, model=model, adapter=adapter, api_key=api_key, sampling=given, line=text, **kept)
         return
     if model is None:
         ask_for_model("chat")
@@ -220,6 +230,9 @@ def chat(
     usual = usual_fields(llm.config.model, templated=templated)
     system, given = kept.pop("system", None), {name: chosen[name] for name in SAMPLING_OPTIONS if name in chosen}
     talk = TerminalChat(LocalBackend(llm, {**usual, **given}, **kept), adapter, system)
+    if text is not None:
+        talk.take(text)
+        return
     if llm.config.model == DEFAULT_MODEL:
         print(f"{DEFAULT_MODEL} completes Python; begin some, as in def fib(n):", file=sys.stderr)
     talk.run()

@@ -308,6 +308,8 @@ def one_sentence(options: Collection[str] = ()) -> Iterator[None]:
             "this machine does not have enough memory for that; try a smaller model, kv_cache_memory or max_model_len",
             2,
         )
+    except ImportError as error:
+        _fail(f"{error}; quire doctor tells which packages work here", 2)
     except UnicodeError as error:
         _fail(f"text is not in the encoding of the terminal or pipe ({error}); PYTHONIOENCODING=utf-8 may help", 2)
     except BrokenPipeError:

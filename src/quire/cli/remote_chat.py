@@ -363,14 +363,15 @@ def run_remote_chat(
     window: int | None = None,
     sink: int = 0,
     system: str | None = None,
+    line: str | None = None,
     timeout: float = 600.0,
 ) -> None:
     """Chat in the terminal until /exit or the end of the input.
 
     ``model``: by default the first one listed. ``sampling``: fields of ``SamplingParams``; the
     server's defaults count for the others. ``window``, ``sink``: those of ``LLM.session`` for new
-    sessions. ``system``: the system message. Raise ``QuireError`` if the server cannot be reached
-    or has no sessions.
+    sessions. ``system``: the system message. ``line``: the only line to answer. Raise
+    ``QuireError`` if the server cannot be reached or has no sessions.
     """
     link = Link(url, api_key=api_key, timeout=timeout)
     remote = RemoteModel(link, model)
@@ -385,5 +386,8 @@ def run_remote_chat(
             raise QuireError(
                 f"the server at {link.address.authority} has no sessions ({error}); a chat needs a server of Quire"
             ) from error
+        if line is not None:
+            chat.take(line)
+            return
         print(f"{remote.name} at {link.address.authority}", file=sys.stderr)
         chat.run()

@@ -38,5 +38,6 @@ def print_tables(*tables: Table, stderr: bool = False) -> None:
             raise BrokenPipeError
 
     console = PipedConsole(markup=False, stderr=stderr)
+    console.width = console.width or 80  # COLUMNS=0: the width is not known
     for table in tables:
         console.print(table)

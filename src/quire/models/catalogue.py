@@ -11,6 +11,7 @@ from typing import Any
 
 from quire.base.errors import InvalidArgument, NotFound, some
 from quire.base.progress import Bar, on_terminal
+from quire.models.ollama_files import ollama_file
 from quire.weights.gguf_paths import is_gguf, part_files
 
 ALLOWED_FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer*")
@@ -38,6 +39,8 @@ HUB_SECONDS = 10.0
 """Seconds that the Hub has to list a repository's files."""
 
 GGUF_PART = re.compile(r"[A-Za-z0-9_.-]+")
+HUB_HOST = re.compile(r"^(https://)?(hf\.co|huggingface\.co)/(?=[^/]+/[^/]+$)")
+"""What ollama, llama.cpp and browsers have before a Hub's id."""
 HUB_NAME = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
 
 
@@ -70,22 +73,28 @@ def resolve_model(name: str, revision: str | None = None) -> Path:
     a GGUF file: itself, or the one in such a directory or repository. ``NAME:Q4_K_M`` names one of
     several there, by a part of its name.
 
-    The first match wins; ``./name`` is always local. A repository that is not in the Hub's cache is
-    downloaded at ``revision`` (branch, tag or commit). ``HF_HOME``, ``HF_TOKEN`` and
-    ``HF_HUB_OFFLINE`` are respected. Raise ``NotFound`` with the reason and the bundled names, and
-    ``InvalidArgument`` for an empty name or for a revision of a directory.
+    The first match wins; ``./name`` is always local. The names of ollama's models on this machine
+    (``small:1b``) come before the Hub's; ``hf.co/`` before a Hub's id is left out. A repository
+    that is not in the Hub's cache is downloaded at ``revision`` (branch, tag or commit).
+    ``HF_HOME``, ``HF_TOKEN`` and ``HF_HUB_OFFLINE`` are respected. Raise ``NotFound`` with the
+    reason and the bundled names, and ``InvalidArgument`` for an empty name or for a revision of a
+    directory.
     """
-    return _resolve_model("model", name, revision, "a checkpoint directory, a GGUF file")
+    return _resolve_model("model", name, revision, "a checkpoint directory, a GGUF file, a model that ollama has here")
 
 
 def resolve_tokenizer(name: str, revision: str | None = None) -> Path:
     """Return a tokenizer's directory, found in the order of ``resolve_model``. Raises the same."""
-    return _resolve_model("tokenizer", name, revision, "a directory, a GGUF file")
+    return _resolve_model("tokenizer", name, revision, "a directory, a GGUF file, a model that ollama has here")
 
 
 def _resolve_model(kind: str, name: str, revision: str | None, accepted: str) -> Path:
-    place, colon, part = name.rpartition(":")
     local = Path(os.path.expanduser(name))
+    if name not in bundled_models() and not os.path.exists(local):
+        if revision is None and (file := ollama_file(name)) is not None:
+            return file
+        name = HUB_HOST.sub("", name)
+    place, colon, part = name.rpartition(":")
     if not colon or os.path.exists(local):
         place, part = name, ""
     if part and not GGUF_PART.fullmatch(part):
@@ -103,12 +112,16 @@ def _resolve_model(kind: str, name: str, revision: str | None, accepted: str) ->
         return found[0]
     if found:
         listed = ", ".join(one.name for one in found[:LISTED]) + (", ..." if len(found) > LISTED else "")
-        raise NotFound(f"{kind} {name!r} has {len(found)} GGUF files: {listed}; name one of them, as in {place}:Q4_K_M")
+        raise NotFound(
+            f"{kind} {name!r} has {len(found)} GGUF files: {listed}; name one of them, as in {place}:{found[0].stem}"
+        )
     if part:
         raise NotFound(f"{kind} {name!r}: {place} has no GGUF file with {part} in its name")
     if not os.path.exists(local) and (there := [file for file in _files_of(place, revision) if file.endswith(".gguf")]):
         listed = ", ".join(there[:LISTED]) + (", ..." if len(there) > LISTED else "")
-        raise NotFound(f"{kind} {name!r} has GGUF files only: {listed}; name one of them, as in {place}:Q4_K_M")
+        raise NotFound(
+            f"{kind} {name!r} has GGUF files only: {listed}; name one of them, as in {place}:{Path(there[0]).stem}"
+        )
     return folder
 
 
@@ -146,7 +159,8 @@ def _resolve(
     if os.path.exists(local):
         raise NotFound(f"{kind} {name!r} is a file; expected {accepted}")
     if not HUB_NAME.fullmatch(name):
-        raise NotFound(f"{kind} {name!r}: there is no such directory; expected {accepted}")
+        what = "file" if name.endswith(".gguf") else "directory"
+        raise NotFound(f"{kind} {name!r}: there is no such {what}; expected {accepted}")
     path = _download(kind, name, revision, files, accepted)
     if kind == "adapter" and not all((path / file).is_file() for file in ADAPTER_FILES):
         raise NotFound(_why_no_adapter(name, path))

@@ -396,7 +396,10 @@ class PromptRequests:
         if tokenizer is None:
             if not prompt:
                 return np.empty(0, dtype=np.int64)
-            raise InvalidArgument("this model has no tokenizer; give token ids instead of text", field="prompt")
+            raise InvalidArgument(
+                "this model has no tokenizer; give token ids instead of text, or load it with a tokenizer",
+                field="prompt",
+            )
         encode = tokenizer.encode if begins else tokenizer.encode_inside
         return np.array(encode(prompt), dtype=np.int64)
 

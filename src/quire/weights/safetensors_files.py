@@ -101,6 +101,8 @@ class SafetensorsFiles:
                     headers = [(name, handle.get_slice(name)) for name in handle.keys()]  # noqa: SIM118
                 except (SafetensorError, OSError, ValueError) as error:
                     raise CheckpointError(f"{file} is no valid safetensors file, or is cut short: {error}") from error
+                except RuntimeError as error:
+                    raise CheckpointError(f"{file} cannot be mapped into memory: {error}") from error
                 self._handles[file] = handle
                 self._add(
                     file,
