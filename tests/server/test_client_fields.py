@@ -231,11 +231,41 @@ def test_what_has_no_meaning_here_is_refused_by_name(
 )
 def test_other_chats_refuse_them_too(chat_client: httpx.Client, path: str, body: dict[str, Any]) -> None:
     body |= {"max_output_tokens": 1} if path == "/v1/responses" else {"max_tokens": 1}
-    for more in ({"mirostat": 2}, {"repeat_penalty": 1.1}, {"dry_multiplier": 0.8}):
+    refused: list[dict[str, Any]] = [
+        *({"mirostat": 2}, {"repeat_penalty": 1.1}, {"dry_multiplier": 0.8}, {"n_predict": 5}, {"num_predict": 5}),
+        *({"regex": "a"}, {"guided_regex": "a"}, {"grammar": 'root ::= "a"'}, {"json_schema": {}}, {"ebnf": "a"}),
+        *({"bad_words": ["a"]}, {"allowed_token_ids": [1]}, {"truncate_prompt_tokens": 3}, {"return_token_ids": True}),
+        *({"best_of": 2}, {"n": 2}, {"echo": True}, {"suffix": "a"}, {"prompt": "a"}, {"enable_thinking": False}),
+        *({"continue_final_message": True}, {"add_generation_prompt": False}, {"add_special_tokens": True}),
+        {"repeat_last_n": 64, "repetition_penalty": 1.1},
+    ]
+    for more in refused:
         answer = chat_client.post(path, json={**body, **more})
-        assert answer.status_code == 400
+        assert answer.status_code == 400, more
         assert f"{next(iter(more))} is not supported" in answer.json()["error"]["message"]
-    assert chat_client.post(path, json={**body, "mirostat": 0, "dry_multiplier": 0.0}).status_code == 200
+    harmless: dict[str, Any] = {"mirostat": 0, "dry_multiplier": 0.0, "best_of": 1, "n": 1, "repeat_last_n": 64}
+    harmless |= {"grammar": "", "guided_json_object": False, "n_predict": -1, "echo": False, "regex": None}
+    assert chat_client.post(path, json={**body, **harmless}).status_code == 200
+
+
+def test_completions_and_chats_refuse_each_others_fields(chat_client: httpx.Client) -> None:
+    tool = {"type": "function", "function": {"name": "f"}}
+    others: dict[str, list[dict[str, Any]]] = {
+        "/v1/completions": [
+            *({"messages": MESSAGES}, {"tools": [tool]}, {"tool_choice": "required"}, {"top_logprobs": 2}),
+            *({"documents": [{"a": "b"}]}, {"chat_template_kwargs": {"a": 1}}),
+        ],
+        "/v1/chat/completions": [{"prompt": "x"}, {"echo": True}, {"suffix": "x"}],
+    }
+    harmless: dict[str, dict[str, Any]] = {
+        "/v1/completions": {"prompt": "x", "tools": [], "tool_choice": "auto", "top_logprobs": 0, "messages": None},
+        "/v1/chat/completions": {"messages": MESSAGES, "prompt": "", "echo": False, "suffix": ""},
+    }
+    for path, body in harmless.items():
+        assert chat_client.post(path, json={**body, "max_tokens": 1}).status_code == 200
+        for more in others[path]:
+            answer = chat_client.post(path, json={**body, **more, "max_tokens": 1})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, next(iter(more)))
 
 
 def test_deprecated_calls_in_a_history(chat_client: httpx.Client, walking: httpx.Client) -> None:

@@ -163,12 +163,65 @@ def test_without_a_prompt_the_model_is_only_looked_for(path: str, said: dict[str
         ({"options": {"mirostat": 2}}, "mirostat"),
         ({"options": {"temperature": -1}}, "temperature"),
         ({"think": "high"}, "reasoning"),
+        ({"options": {"n": 2}}, "n is not supported"),
+        ({"options": {"logprobs": True}}, "beside options"),
+        ({"options": {"prompt_logprobs": 1}}, "prompt_logprobs"),
+        ({"top_logprobs": 2}, "top_logprobs needs logprobs"),
+        ({"top_logprobs": 2, "raw": True}, "top_logprobs needs logprobs"),
     ],
 )
 def test_nothing_is_ignored_that_would_change_the_text(fields: dict[str, Any], name: str, client: httpx.Client) -> None:
     found = post(client, "generate", prompt="x", **fields)
     assert found.status_code == 400
     assert name in found.json()["error"]
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("chat", {"messages": [{"role": "user", "content": "x"}]}),
+        ("generate", {"prompt": "x"}),
+        ("generate", {"prompt": "x", "raw": True}),
+    ],
+    ids=str,
+)
+def test_wrong_types_are_refused_by_name(path: str, asked: dict[str, Any], client: httpx.Client) -> None:
+    for options in ({"temperature": "hot"}, {"seed": 1.5}, {"stop": 3}, {"logit_bias": {"1": "x"}}, {"top_k": []}):
+        found = post(client, path, **asked, options=options)
+        assert (found.status_code, next(iter(options)) in found.json()["error"]) == (400, True), found.text
+
+
+def test_wrong_tools_are_refused_by_name(client: httpx.Client) -> None:
+    messages = [{"role": "user", "content": "x"}]
+    for tools, name in (([{}], "tools.0.type"), ([{"type": "function", "function": {"name": 3}}], "function.name")):
+        found = post(client, "chat", messages=messages, tools=tools)
+        assert (found.status_code, name in found.json()["error"]) == (400, True), found.text
+
+
+def flat(one: dict[str, Any]) -> list[Any]:
+    """Return the tokens of an entry, and their bytes."""
+    return [(token["token"], token["bytes"]) for token in (one, *one["top_logprobs"])]
+
+
+def test_log_probabilities_are_those_of_openais_endpoint(client: httpx.Client) -> None:
+    messages = [{"role": "user", "content": "def add(a, b):"}]
+    body = {"messages": messages, "temperature": 0, "max_tokens": 8, "logprobs": True, "top_logprobs": 2}
+    theirs = client.post("/v1/chat/completions", json=body).json()["choices"][0]["logprobs"]["content"]
+    assert len(theirs) == 8
+    prompt = client.post("/apply-template", json={"messages": messages}).json()["prompt"]
+    for path, asked in (
+        ("chat", {"messages": messages}),
+        ("generate", {"prompt": "def add(a, b):"}),
+        ("generate", {"prompt": prompt, "raw": True}),
+    ):
+        told = {**asked, "logprobs": True, "top_logprobs": 2}
+        streamed = [one for line in lines(client, path, **told) for one in line.get("logprobs", ())]
+        for ours in (answer(client, path, **told)["logprobs"], streamed):
+            assert [flat(one) for one in ours] == [flat(one) for one in theirs]
+            assert [one["logprob"] for one in ours] == pytest.approx([one["logprob"] for one in theirs])
+        (least,) = {len(one["top_logprobs"]) for one in answer(client, path, **asked, logprobs=True)["logprobs"]}
+        assert least == 0
+        assert "logprobs" not in answer(client, path, **asked)
 
 
 def test_options_about_the_machine_and_the_body_have_no_effect(client: httpx.Client) -> None:

@@ -445,6 +445,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema", "required"),
     ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": 3}}}}, "text.format", "type"),
     ({"tools": [{"type": "web_search"}]}, "tools.0.type", "'function'"),
+    ({"tools": [{"name": "f"}]}, "tools.0.type", "got null"),
     ({"tools": [{"type": "mcp", "server_label": "x"}]}, "tools.0.type", "'function'"),
     ({"tools": [TOOL, {"type": "function"}]}, "tools.1.name", "required"),
     ({"tools": [{"type": "function", "name": "a b"}], "tool_choice": "required"}, "tools", "letters"),

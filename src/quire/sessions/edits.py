@@ -298,7 +298,7 @@ def _blending(live: LiveSequence, mode: EditMode, params: BlendParams | None) ->
     edit, and their ``target``."""
     if mode == "exact":
         if params is not None:
-            raise InvalidArgument(field="blend", given=params, allowed='None, or mode="blend"')
+            raise InvalidArgument('blend is for mode="blend"; leave it out, or give that mode', field="blend")
         return None
     if params is not None and params.target is not None:
         raise Unsupported("target: a calibration is of prompts; an edit takes a ratio", field="target")

@@ -10,6 +10,7 @@ from pydantic import ConfigDict, Field
 from quire.base.sampling_fields import Surface, declarations_on
 from quire.base.sampling_params import SamplingParams
 from quire.server.anthropic.blocks import BlockTurns, Texts, Turns
+from quire.server.http.bodies import validated
 from quire.server.http.foreign_fields import Table
 from quire.server.openai.protocol import Body, ChatRequest, ParamsBody, ShownAs, takes_sampling
 from quire.server.responses.body import CHATS_ONLY, showing
@@ -183,7 +184,8 @@ def chat_of(body: CountedMessages, turns: BlockTurns) -> ChatRequest:
     if body.output_config is not None and body.output_config.format is not None:
         form: Any = checked(body.output_config.format, "output_config.format", FORMATS, "a schema, or none")
         more["response_format"] = {"type": "json_schema", "json_schema": {"schema": form.schema_}}
-    return ChatRequest.model_validate(
+    return validated(
+        ChatRequest,
         {
             **{name: getattr(body, name) for name in PASSED},
             "chat_template_kwargs": body.chat_template_kwargs,
@@ -193,7 +195,7 @@ def chat_of(body: CountedMessages, turns: BlockTurns) -> ChatRequest:
             **more,
             "messages": turns.messages,
             "tools": [_function(tool) for tool in tools] or None,
-        }
+        },
     )
 
 

@@ -15,9 +15,8 @@ from quire.server.anthropic.events import MessagesReply
 from quire.server.http.bodies import BodyRoute, off_loop
 from quire.server.http.errors import MESSAGES, REFUSED_VALUES, AnthropicErrorBody, ApiError, errors_as
 from quire.server.http.events import STREAMED
-from quire.server.http.foreign_fields import UNLISTED
 from quire.server.openai.chat import answer_chat, count_chat
-from quire.server.openai.protocol import ChatRequest, refuse_fields
+from quire.server.openai.protocol import ChatRequest, refuse_unlisted
 
 _ERRORS = {400: {**REFUSED_VALUES[400], "model": AnthropicErrorBody}, **errors_as(AnthropicErrorBody)}
 router = APIRouter(route_class=BodyRoute, prefix=MESSAGES, tags=["Anthropic"], responses=_ERRORS)
@@ -46,8 +45,7 @@ async def count_tokens(body: CountedMessages, request: Request) -> TokenCount:
 @asynccontextmanager
 async def _chat(body: CountedMessages, request: Request) -> AsyncIterator[tuple[BlockTurns, ChatRequest]]:
     """Yield the chat that a body becomes, and let errors of it name the fields of the body."""
-    refuse_fields(body, REFUSED)
-    refuse_fields(body, UNLISTED)
+    refuse_unlisted(body, REFUSED)
     turns = await off_loop(request, lambda: BlockTurns(body.system, body.messages))
     turns.places |= RENAMED
     chat = await off_loop(request, lambda: chat_of(body, turns))

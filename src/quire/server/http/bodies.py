@@ -47,6 +47,7 @@ _STEPS = np.zeros(256, np.int8)
 _STEPS[list(b"[{")], _STEPS[list(b"]}")] = 1, -1
 
 T = TypeVar("T")
+M = TypeVar("M", bound=BaseModel)
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
@@ -193,6 +194,11 @@ def parsed(body: bytes, kind: type[BoundedModel]) -> BoundedModel:
             raise _not_json(f"the body is not valid JSON: {found.msg}") from None
         except ValueError as found:  # an integer of too many digits
             raise _not_json(f"the body is not valid JSON: {found}") from None
+    return validated(kind, value)
+
+
+def validated(kind: type[M], value: Any) -> M:
+    """Return an object of JSON's values. Raise ``ApiError`` 400 with its first wrong field."""
     try:
         return kind.model_validate(value)
     except ValidationError as error:

@@ -16,8 +16,9 @@ from starlette.requests import Request
 from quire.adapters.keys import OwnedSalt
 from quire.async_llm import AsyncLLM
 from quire.base.caller_context import caller
+from quire.base.signatures import require_text
 from quire.engine.named_adapters import AdapterInfo
-from quire.server.http.errors import ApiError
+from quire.server.http.errors import ApiError, naming
 from quire.server.http.gate import Gate
 from quire.server.http.settings import ServerSettings
 from quire.server.http.text_threads import Texts
@@ -95,7 +96,10 @@ class Context:
 
     def salt(self, owner: str, given: str | None) -> str | None:
         """Return the salt of a request's prefixes, out of its owner and its own ``cache_salt``. No
-        other API key has it, unless the server shares. ``owner`` is a digest of fixed length."""
+        other API key has it, unless the server shares. ``owner`` is a digest of fixed length. Raise
+        ``ApiError`` 400 for half a surrogate pair."""
+        with naming({}, "cache_salt"):
+            require_text("cache_salt", given or "")
         if not owner or self.settings.share_prefix_cache:
             return given
         return OwnedSalt(given, owner)

@@ -25,7 +25,7 @@ RENAMED: Mapping[str, str] = {
     "sampling_seed": "seed",
 }
 """Parameters by the names that other servers have for them."""
-_UNLIMITED = (-1, -2)
+UNLIMITED = (-1, -2)
 """What ``n_predict`` and ``num_predict`` are without a limit."""
 
 ORDER = ("penalties", "temperature", "top_k", "top_p", "min_p")
@@ -87,12 +87,6 @@ OTHER_SAMPLERS: Table = {
     "t_max_predict_ms": ((-1, 0), "use max_tokens"),
 }
 """Operations on logits that are not here, and ends of a text."""
-
-UNLISTED: Table = {
-    **OTHER_SAMPLERS,
-    **{name: ((), f"give {own}") for name, own in RENAMED.items() if own != "max_tokens"},
-}
-"""Fields that responses and Anthropic's messages refuse too, beside those of their own."""
 
 UNSUPPORTED: Table = {
     **OTHER_SAMPLERS,
@@ -156,7 +150,7 @@ def rename(extra: Mapping[str, Any], given: dict[str, Any], names: dict[str, str
         value = extra.get(other)
         if value is None:
             continue
-        if name == "max_tokens" and type(value) is int and value in _UNLIMITED and other != "max_new_tokens":
+        if name == "max_tokens" and type(value) is int and value in UNLIMITED and other != "max_new_tokens":
             value = None
         if name in given and given[name] != value:
             raise bad_field(other, f"{other} and {names[name]} differ; give one of them")

@@ -10,16 +10,24 @@ from pydantic import Field
 
 from quire.base.sampling_fields import Surface, declarations_on
 from quire.base.sampling_params import SamplingParams
+from quire.server.http.bodies import validated
 from quire.server.http.context import Context
 from quire.server.http.errors import bad_field, unsupported
-from quire.server.http.foreign_fields import RENAMED, UNSUPPORTED
+from quire.server.http.foreign_fields import RENAMED, UNSUPPORTED, Table
 from quire.server.ollama.models import template_of
-from quire.server.openai.protocol import Body, ChatRequest, CompletionRequest, GenerationBody
+from quire.server.openai.protocol import Body, ChatRequest, CompletionRequest, GenerationBody, refuse_fields
 from quire.server.tools.harmony import is_harmony
 
 LATEST = ":latest"
 """The tag that ollama's clients add to names."""
-SAMPLING = frozenset({*declarations_on(SamplingParams, Surface.CHATS), *RENAMED, *UNSUPPORTED}) - {"options"}
+MISPLACED: Table = {
+    "n": ((1,), "an answer is one text; ask again, or POST /v1/chat/completions"),
+    "logprobs": ((False,), "give it beside options"),
+    "top_logprobs": ((0,), "give it beside options"),
+    "prompt_logprobs": ((), "POST /v1/completions has them"),
+}
+"""Fields of sampling that ``options`` may not hold."""
+SAMPLING = {*declarations_on(SamplingParams, Surface.CHATS), *RENAMED, *UNSUPPORTED} - {"options", *MISPLACED}
 """Fields that ``options`` may hold. Others, such as ``num_ctx``, are about the machine, and have no
 effect."""
 G = TypeVar("G", bound=GenerationBody)
@@ -36,6 +44,9 @@ class OllamaBody(Body):
     """Fields of sampling under ollama's names."""
     think: bool | str | None = None
     """Whether the model thinks first, or with which effort."""
+    logprobs: bool | None = None
+    """Return the log-probabilities of the tokens, and of ``top_logprobs`` others."""
+    top_logprobs: int | None = None
     keep_alive: Any = None
     """Accepted without effect: the model stays loaded."""
 
@@ -92,7 +103,7 @@ def chat_of(context: Context, body: ChatBody) -> ChatRequest:
     # ollama goes on with an answer that has begun.
     begun = last.get("role") == "assistant" and bool(last.get("content")) and not last.get("tool_calls")
     goes_on = begun and not is_harmony(template_of(context) or "", context.settings.tool_call_parser)
-    fields = {"tools": body.tools or None, "continue_final_message": goes_on or None, **_thinking(body)}
+    fields = {"tools": body.tools or None, "continue_final_message": goes_on or None, **_of_chats(body)}
     return _request(ChatRequest, context, body, messages=messages, **fields)
 
 
@@ -101,7 +112,7 @@ def chat_of_prompt(context: Context, body: GenerateBody) -> ChatRequest:
     _refuse(body)
     system = [{"role": "system", "content": body.system}] if body.system else []
     messages = [*system, {"role": "user", "content": body.prompt}]
-    return _request(ChatRequest, context, body, messages=messages, **_thinking(body))
+    return _request(ChatRequest, context, body, messages=messages, **_of_chats(body))
 
 
 def completion_of(context: Context, body: GenerateBody) -> CompletionRequest:
@@ -115,7 +126,10 @@ def completion_of(context: Context, body: GenerateBody) -> CompletionRequest:
             )
     # Without a limit ollama goes on to the end of the context; completions would stop at 16 tokens.
     limit = {"num_predict": -1} if _options(body).get("num_predict") is None else {}
-    return _request(CompletionRequest, context, body, prompt=body.prompt, suffix=body.suffix, **limit)
+    if body.top_logprobs and not body.logprobs:
+        raise bad_field("top_logprobs", "top_logprobs needs logprobs=true")
+    scores = {"logprobs": body.top_logprobs or 0} if body.logprobs else {}
+    return _request(CompletionRequest, context, body, prompt=body.prompt, suffix=body.suffix, **limit, **scores)
 
 
 def _refuse(body: GenerateBody) -> None:
@@ -128,6 +142,7 @@ def _refuse(body: GenerateBody) -> None:
 
 
 def _options(body: OllamaBody) -> dict[str, Any]:
+    refuse_fields(Body.model_validate(body.options or {}), MISPLACED)
     return {name: value for name, value in (body.options or {}).items() if name in SAMPLING}
 
 
@@ -142,13 +157,15 @@ def _request(kind: type[G], context: Context, body: OllamaBody, **fields: Any) -
     options = _options(body)
     if isinstance(options.get("stop"), list) and not options["stop"]:
         del options["stop"]
-    return kind.model_validate({**options, **fields, "model": model_of(context, body.model), "stream": body.stream})
+    return validated(kind, {**options, **fields, "model": model_of(context, body.model), "stream": body.stream})
 
 
-def _thinking(body: OllamaBody) -> dict[str, Any]:
+def _of_chats(body: OllamaBody) -> dict[str, Any]:
+    """Return the fields of a chat that both calls have beside ``options``."""
+    fields: dict[str, Any] = {"logprobs": body.logprobs, "top_logprobs": body.top_logprobs}
     if isinstance(body.think, str):
-        return {"reasoning_effort": body.think}
-    return {} if body.think is None else {"enable_thinking": body.think}
+        return {**fields, "reasoning_effort": body.think}
+    return {**fields, "enable_thinking": body.think}
 
 
 def _messages(given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

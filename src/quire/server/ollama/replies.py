@@ -10,12 +10,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
+from quire.async_llm import SampleDelta
 from quire.server.http.errors import ApiError, ollama_body
 from quire.server.http.events import Chunk, Chunks, EventStream, encode_json
 from quire.server.ollama.models import moment
 from quire.server.openai.chat import ChatReply
 from quire.server.openai.completions import CompletionReply
 from quire.server.openai.generation import Source
+from quire.server.openai.logprobs import chat_logprobs
 from quire.server.openai.replies import Reply
 from quire.server.tools.messages import message_of
 
@@ -51,6 +53,12 @@ def done(reply: Reply, choice: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def scores(choice: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the log-probabilities of a choice's tokens, if they are asked for."""
+    found = (choice.get("logprobs") or {}).get("content")
+    return {"logprobs": found} if found else {}
+
+
 def loaded(model: str, said: Mapping[str, Any]) -> dict[str, Any]:
     """Return the answer to a request without a prompt."""
     return {"model": model, "created_at": moment(time.time()), **said, "done": True, "done_reason": "load"}
@@ -74,7 +82,7 @@ class OllamaChat(ChatReply):
     def body_of(self, choices: Sequence[Mapping[str, Any]]) -> Chunk:
         message = choices[0]["message"]
         said = self.said(message["content"] or "", message.get("reasoning_content", ""), _calls(message))
-        return {**said, **done(self, choices[0])}
+        return {**said, **scores(choices[0]), **done(self, choices[0])}
 
     async def chunks(self, sources: Sequence[Source]) -> Chunks:
         last: Mapping[str, Any] = {}
@@ -82,8 +90,8 @@ class OllamaChat(ChatReply):
             async for last in stream:
                 content = last["delta"].get("content") or ""
                 thinking = last["delta"].get("reasoning_content") or ""
-                if content or thinking:
-                    yield self.said(content, thinking)
+                if content or thinking or scores(last):
+                    yield {**self.said(content, thinking), **scores(last)}
         if calls := _calls(message_of(self._said)):
             yield self.said("", calls=calls)
         yield {**self.said(""), **done(self, last)}
@@ -103,15 +111,21 @@ class OllamaRaw(CompletionReply):
 
     stream_class = LineStream
 
+    def choice(self, number: int, delta: SampleDelta) -> dict[str, Any]:
+        choice = super().choice(number, delta)
+        if (count := self._params.logprobs) is not None:
+            choice["logprobs"] = chat_logprobs(delta.token_ids, delta.logprobs or [], count, self.tokenizer)
+        return choice
+
     def body_of(self, choices: Sequence[Mapping[str, Any]]) -> Chunk:
-        return {**line(self, {"response": choices[0]["text"]}), **done(self, choices[0])}
+        return {**line(self, {"response": choices[0]["text"]}), **scores(choices[0]), **done(self, choices[0])}
 
     async def chunks(self, sources: Sequence[Source]) -> Chunks:
         last: Mapping[str, Any] = {}
         async with aclosing(self.choices(sources)) as stream:
             async for last in stream:
-                if last["text"]:
-                    yield line(self, {"response": last["text"]})
+                if last["text"] or scores(last):
+                    yield {**line(self, {"response": last["text"]}), **scores(last)}
         yield {**line(self, {"response": ""}), **done(self, last)}
 
     def failed(self, error: ApiError) -> Chunk:

@@ -19,7 +19,7 @@ from quire.base.sampling_params import SamplingParams
 from quire.base.segments import BlendParams
 from quire.server.http.bodies import BoundedModel
 from quire.server.http.errors import bad_field, unsupported
-from quire.server.http.foreign_fields import Table, asks_nothing, refused_in, rename
+from quire.server.http.foreign_fields import RENAMED, UNLIMITED, Table, asks_nothing, refused_in, rename
 
 
 class ShownAs:
@@ -63,7 +63,7 @@ class ParamsBody(Body):
         given: dict[str, Any] = {}
         names: dict[str, str] = {}
         for name, (field, _) in declarations_on(SamplingParams, self.surface).items():
-            value = getattr(self, name)
+            value = getattr(self, name, None)
             if value is not None:
                 given[field], names[field] = value, name
             names.setdefault(field, name)
@@ -301,6 +301,41 @@ class ChatRequest(GenerationBody):
     """Further variables of the template, such as ``{"enable_thinking": false}``."""
 
 
+CHATS_ONLY: Table = {
+    "messages": ((), "POST /v1/chat/completions has it"),
+    "tools": (([],), "POST /v1/chat/completions has it"),
+    "tool_choice": (("none", "auto"), "POST /v1/chat/completions has it"),
+    "documents": (([],), "POST /v1/chat/completions has it"),
+    "chat_template_kwargs": (({},), "a chat template has it, and POST /v1/chat/completions uses one"),
+    "top_logprobs": ((0,), "give logprobs, the number"),
+}
+"""Fields of chats that change an answer, and completions have not."""
+COMPLETIONS_ONLY: Table = {
+    "prompt": (("", []), "POST /v1/completions has it; give messages"),
+    "echo": ((False,), "POST /v1/completions has it"),
+    "suffix": (("",), "POST /v1/completions has it"),
+}
+"""The reverse."""
+
+
+def refuse_unlisted(body: ParamsBody, own: Table) -> None:
+    """Raise ``ApiError`` 400 for a field with an effect that completions, chats or other servers
+    have and ``body`` does not. ``own``: its table of fields that are refused with other advice."""
+    renamed = {
+        other: (UNLIMITED, own["max_completion_tokens"][1]) if name == "max_tokens" else ((), f"give {name}")
+        for other, name in RENAMED.items()
+    }
+    forms: Table = dict.fromkeys(FORM_FIELDS, ((False, ""), "give structured_outputs"))
+    usual: Table = {
+        "best_of": ((1,), "an answer is one text"),
+        "add_special_tokens": ((False,), "the template decides"),
+        "add_generation_prompt": ((True,), "POST /v1/chat/completions has it"),
+        "continue_final_message": ((False,), "POST /v1/chat/completions has it"),
+        "enable_thinking": ((), "give chat_template_kwargs"),
+    }
+    refuse_fields(body, {**refused_in(body.sampling()[0]), **usual, **renamed, **forms, **COMPLETIONS_ONLY, **own})
+
+
 def refuse_fields(body: Body, known: Table, where: str = "") -> None:
     """Raise ``ApiError`` 400 for a field in a table like ``UNSUPPORTED`` with an effect."""
     extra = body.model_extra or {}
@@ -315,8 +350,9 @@ def refuse_unsupported(body: GenerationBody) -> None:
     # A template writes the special tokens of a chat, the tokenizer adds those of a plain prompt.
     given, names = body.sampling()
     rename(body.model_extra or {}, given, names)
-    usual = {"best_of": (given.get("n") or 1,), "add_special_tokens": (not isinstance(body, ChatRequest),)}
-    known = refused_in(given)
+    is_chat = isinstance(body, ChatRequest)
+    usual = {"best_of": (given.get("n") or 1,), "add_special_tokens": (not is_chat,)}
+    known = {**refused_in(given), **(COMPLETIONS_ONLY if is_chat else CHATS_ONLY)}
     refuse_fields(body, {name: (usual.get(name, values), advice) for name, (values, advice) in known.items()})
     options = body.stream_options
     if options is not None:

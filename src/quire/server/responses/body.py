@@ -9,6 +9,7 @@ from pydantic import ConfigDict, Field
 
 from quire.base.sampling_fields import Surface, declarations_on
 from quire.base.sampling_params import SamplingParams
+from quire.server.http.bodies import validated
 from quire.server.http.errors import bad_field
 from quire.server.http.foreign_fields import Table
 from quire.server.openai.protocol import Body, ChatRequest, ParamsBody, ShownAs, takes_sampling
@@ -236,7 +237,8 @@ def chat_request(body: ResponseRequest, messages: Sequence[dict[str, Any]], salt
         }
         for tool in tools
     ]
-    return ChatRequest.model_validate(
+    return validated(
+        ChatRequest,
         {
             **{name: getattr(body, name) for name in PASSED},
             "chat_template_kwargs": body.chat_template_kwargs,
@@ -247,5 +249,5 @@ def chat_request(body: ResponseRequest, messages: Sequence[dict[str, Any]], salt
             "tool_choice": choice,
             "response_format": form,
             "cache_salt": salt,
-        }
+        },
     )

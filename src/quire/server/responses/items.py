@@ -99,7 +99,7 @@ def checked(given: Any, path: str, kinds: Mapping[str, type[B]], advice: str, *,
     kind = given.get("type") or default
     if not isinstance(kind, str) or kind not in kinds:
         allowed = ", ".join(map(repr, kinds))
-        message = f"{path}.type is {kind!r:.60}; expected {allowed}: {advice}"
+        message = f"{path}.type must be one of {allowed} ({advice}), got {kind!r:.60}"
         raise bad_field(f"{path}.type", message, code="unsupported_parameter")
     try:
         return kinds[kind].model_validate(given)
@@ -153,7 +153,7 @@ def _check_parts(item: Mapping[str, Any], kind: Any, path: str) -> None:
         where = f"{path}.{field}.{number}"
         if not isinstance(part, dict) or part.get("type") not in allowed:
             said = part.get("type") if isinstance(part, dict) else part
-            message = f"{where}.type is {said!r:.60}; expected {', '.join(map(repr, allowed))}: {TEXT_ONLY}"
+            message = f"{where}.type must be one of {', '.join(map(repr, allowed))} ({TEXT_ONLY}), got {said!r:.60}"
             raise bad_field(f"{where}.type", message, code="unsupported_parameter")
 
 

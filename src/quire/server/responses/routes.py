@@ -14,9 +14,8 @@ from quire.server.http.bodies import BodyRoute, off_loop
 from quire.server.http.context import context_of
 from quire.server.http.errors import ApiError, bad_field
 from quire.server.http.events import STREAMED, JsonAnswer, long_answer
-from quire.server.http.foreign_fields import UNLISTED
 from quire.server.openai.chat import answer_chat
-from quire.server.openai.protocol import refuse_fields
+from quire.server.openai.protocol import refuse_unlisted
 from quire.server.responses.body import REFUSED, ResponseRequest, chat_request
 from quire.server.responses.events import ResponseReply
 from quire.server.responses.items import Item, messages_of, read_items
@@ -38,8 +37,7 @@ Include = Annotated[list[Literal["reasoning.encrypted_content"]] | None, Query(d
 async def create(body: ResponseRequest, request: Request) -> Response:
     """Answer items, or continue a stored response."""
     context, owner = context_of(request), request.state.owner
-    refuse_fields(body, REFUSED)
-    refuse_fields(body, UNLISTED)
+    refuse_unlisted(body, REFUSED)
     salt, items = body.cache_salt, list[Item]()
     if body.previous_response_id is not None:
         stored = await context.responses.get(owner, body.previous_response_id, "previous_response_id")
