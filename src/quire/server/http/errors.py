@@ -259,6 +259,8 @@ def api_error(
                 headers = {"x-should-retry": "false"}
             field, said = (error.field or "").split(".")[0], str(error)
             param = fields.get(field, param)
+            if error.allowed:
+                said = said.replace(error.allowed, error.allowed.replace("None", "null"))
             if field and param and said.startswith(f"{field} "):
                 said = said.replace(field, param, 1)  # the client's name of it
             return ApiError(status, said, param=param, code=error.code or code, headers=headers)
