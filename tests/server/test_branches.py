@@ -103,7 +103,9 @@ def test_refusals(clients: list[httpx.Client]) -> None:
         ({"name": "a", "owner": "somebody"}, "owner"),
         ({"message": "a"}, "name"),
     ):
-        assert call(mine, "POST", f"sessions/{name}/commit", 400, **body)["param"] == param
+        refused = call(mine, "POST", f"sessions/{name}/commit", 400, **body)
+        assert refused["param"] == param
+        assert "None" not in refused["message"]
     assert call(mine, "POST", "sessions/checkout", 400, branch="a b")["param"] == "branch"
     assert call(mine, "GET", "branches/diff?a=diff", 400)["param"] == "b"
     assert call(mine, "GET", "branches/-x", 400)["param"] == "name"

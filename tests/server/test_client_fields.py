@@ -214,6 +214,8 @@ def test_no_limit_by_the_names_of_other_servers(chat_client: httpx.Client) -> No
         ({"xtc_probability": 0.5}, "xtc_probability"),
         ({"samplers": ["top_k", "temperature"]}, "samplers"),
         ({"options": {"num_ctx": 4096}}, "options"),
+        ({"moderation": {"model": "x"}}, "moderation"),
+        ({"prompt_cache_options": {"mode": "x"}}, "prompt_cache_options"),
         ({"messages": [*MESSAGES, {"role": "assistant", "content": "So", "prefix": True}]}, "messages"),
     ],
     ids=str,
@@ -223,6 +225,7 @@ def test_what_has_no_meaning_here_is_refused_by_name(
 ) -> None:
     answer = chat_client.post("/v1/chat/completions", json={"messages": MESSAGES, **body})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+    assert answer.json()["error"]["message"].startswith(param)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import itertools
+import os
 import socket
 import tempfile
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from quire import LLM, AsyncLLM, SamplingParams
 from quire.base.errors import DataLoss
 from quire.server.http.errors import hiding
 from quire.server.http.settings import ServerSettings
-from quire.server.sessions.files import StateFileResponse, TemporaryFile
+from quire.server.sessions.files import StateFileResponse, TemporaryFile, remove_leftovers
 from quire.server.sessions.held import StoredBytes
 from state_files import MISSING, NOT_A_NUMBER, changed, fields, metadata_of, of_metadata
 
@@ -189,6 +190,26 @@ def test_a_reader_that_goes_away(folder: Path) -> None:
         assert len(sent) == 2
         assert len(sent[1]["body"]) == 1 << 20
         assert not left(folder)
+
+    asyncio.run(main())
+
+
+def test_files_of_servers_that_were_killed_are_removed(folder: Path) -> None:
+    killed, new, other = (folder / name for name in ("quire-state-killed", "quire-state-new", "other"))
+    for place in (killed, new, other):
+        place.mkdir()
+        (place / "state.quire").write_bytes(b"x")
+
+    async def main() -> None:
+        held = TemporaryFile(StoredBytes(ServerSettings()), "")
+        for place in (killed, other, held.path.parent):
+            os.utime(place, (1, 1))
+        remove_leftovers()
+        assert sorted(folder.iterdir()) == sorted([new, other, held.path.parent])
+        await held.aclose()
+        os.utime(new, (1, 1))
+        remove_leftovers()
+        assert [*folder.iterdir()] == [other]
 
     asyncio.run(main())
 

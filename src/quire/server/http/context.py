@@ -97,7 +97,7 @@ class Context:
     def salt(self, owner: str, given: str | None) -> str | None:
         """Return the salt of a request's prefixes, out of its owner and its own ``cache_salt``. No
         other API key has it, unless the server shares. ``owner`` is a digest of fixed length. Raise
-        ``ApiError`` 400 for a text that is no Unicode."""
+        ``ApiError`` 400 for half a surrogate pair."""
         with naming({}, "cache_salt"):
             require_text("cache_salt", given or "")
         if not owner or self.settings.share_prefix_cache:

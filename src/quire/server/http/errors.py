@@ -257,10 +257,13 @@ def api_error(
             if status in (500, 507):
                 # It took effect, or would fail again. OpenAI's clients repeat a call after any 5xx.
                 headers = {"x-should-retry": "false"}
-            field = (error.field or "").split(".")[0]
-            return ApiError(
-                status, str(error), param=fields.get(field, param), code=error.code or code, headers=headers
-            )
+            field, said = (error.field or "").split(".")[0], str(error)
+            param = fields.get(field, param)
+            if error.allowed:
+                said = said.replace(error.allowed, error.allowed.replace("None", "null"))
+            if field and param and said.startswith(f"{field} "):
+                said = said.replace(field, param, 1)  # the client's name of it
+            return ApiError(status, said, param=param, code=error.code or code, headers=headers)
     return ApiError(500, "internal error", code="internal_error")
 
 

@@ -97,6 +97,8 @@ UNSUPPORTED: Table = {
     "audio": ((), "only text is generated"),
     "prediction": ((), _NOT_HERE),
     "web_search_options": ((), "the server does not search"),
+    "moderation": ((), "texts are not moderated"),
+    "prompt_cache_options": ((), "prompts are cached anyway; cache_salt keeps them apart"),
     "functions": (([],), "use tools"),
     "function_call": (("none", "auto"), "use tool_choice"),
     "use_beam_search": ((False,), "beam search is there in Python only: LLM.beam_search"),

@@ -38,6 +38,7 @@ from quire.server.http import logs
 from quire.server.http.app import create_app
 from quire.server.http.context import Context
 from quire.server.http.settings import ServerSettings
+from quire.server.sessions.files import remove_leftovers
 
 LOAD_SECONDS = 10.0
 """Seconds between two log lines about the load."""
@@ -66,6 +67,7 @@ def serve(llm: AsyncLLM, settings: ServerSettings | None = None) -> None:
     sockets: list[socket.socket] = []
     side: PrefillSide | DecodeSide | None = None
     raise_descriptor_limit()
+    remove_leftovers()
     try:
         sockets += bind(settings.host, settings.port)
         with logs.to_stderr():

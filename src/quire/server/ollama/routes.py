@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from typing import Any
 
@@ -10,7 +12,7 @@ from starlette.responses import Response
 
 from quire.server.http.bodies import BodyRoute, off_loop
 from quire.server.http.context import context_of
-from quire.server.http.errors import OLLAMA, OllamaErrorBody, bad_field, errors_as
+from quire.server.http.errors import OLLAMA, ApiError, OllamaErrorBody, bad_field, errors_as
 from quire.server.http.events import JsonAnswer
 from quire.server.ollama.body import (
     ChatBody,
@@ -30,6 +32,8 @@ _ERRORS = {
     400: {"model": OllamaErrorBody, "description": "A body, or a value that this server does not take."},
     **errors_as(OllamaErrorBody),
 }
+RENAMED = {"enable_thinking": "think", "reasoning_effort": "think", "response_format": "format"}
+"""Fields of chats that ollama calls differently."""
 LINES: dict[int | str, dict[str, Any]] = {200: {"content": {"application/x-ndjson": {}}}}
 router = APIRouter(route_class=BodyRoute, prefix=OLLAMA, tags=["ollama"], responses=_ERRORS)
 
@@ -42,7 +46,8 @@ async def chat(body: ChatBody, request: Request) -> Response:
         said = {"message": {"role": "assistant", "content": ""}}
         return JsonAnswer(loaded(model_of(context, body.model), said))
     asked = await off_loop(request, lambda: chat_of(context, body))
-    return await answer_chat(request, asked, OllamaChat)
+    with _renamed():
+        return await answer_chat(request, asked, OllamaChat)
 
 
 @router.post("/generate", responses=LINES)
@@ -54,7 +59,19 @@ async def generate(body: GenerateBody, request: Request) -> Response:
         return JsonAnswer(loaded(model_of(context, body.model), {"response": ""}))
     if body.raw or body.suffix:
         return await answer_completion(request, completion_of(context, body), OllamaRaw)
-    return await answer_chat(request, chat_of_prompt(context, body), OllamaText)
+    with _renamed():
+        return await answer_chat(request, chat_of_prompt(context, body), OllamaText)
+
+
+@contextmanager
+def _renamed() -> Iterator[None]:
+    """Let errors of the chat name the fields of ollama."""
+    try:
+        yield
+    except ApiError as error:
+        if error.param in RENAMED:
+            error.message = error.message.replace(error.param, RENAMED[error.param], 1)
+        raise
 
 
 @router.get("/tags")
