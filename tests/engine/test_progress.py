@@ -145,6 +145,33 @@ def test_a_long_prompt_of_a_session_shows_its_tokens(llm: LLM, monkeypatch: pyte
 
 
 @pytest.mark.usefixtures("at_once")
+def test_a_stream_shows_its_prompt_and_leaves_the_line_before_a_delta(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with llm.session(LONG) as session:
+        for computed in (False, True):
+            if not computed:
+                llm.engine.branches.drop(session._branch)
+                llm.reset_prefix_cache()
+            terminal = Terminal()
+            stream = session.stream(SamplingParams(temperature=0, max_tokens=3))
+            first = seen(monkeypatch, terminal, lambda stream=stream: next(stream))  # type: ignore[misc]
+            assert ("64/" in first) is not computed
+            assert first.endswith("\r") or computed
+            assert seen(monkeypatch, terminal, lambda stream=stream: list(stream)) == first  # type: ignore[misc]
+
+
+def test_a_chat_shows_its_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress_bars, "DELAY", 0)
+
+    def chat() -> None:
+        options = ["--max-tokens", "1", "--device", "cpu", "--kv-cache-memory", "32MiB"]
+        cli.app(["chat", "tiny-python", "w = 5\n" * 200, *options], standalone_mode=False)
+
+    assert "Prompt: " in seen(monkeypatch, Terminal(), chat)
+
+
+@pytest.mark.usefixtures("at_once")
 def test_files_show_their_bytes(llm: LLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = tmp_path / "state.quire"
     with llm.session(LONG) as session:

@@ -276,9 +276,11 @@ class TerminalChat:
                     if not is_typed():
                         raise
                     print(flush=True)
-                    stays = self._branch.turns != before
-                    ways = "; what was generated stays: /continue goes on, /rewind takes the turn back"
-                    self._say("interrupted" + ways * stays)
+                    turns, ways = self._branch.turns, ""
+                    if turns != before:
+                        stays = "what was generated stays" if turns and turns[-1].answer else "the line stays"
+                        ways = f"; {stays}: /continue goes on, /rewind takes the turn back"
+                    self._say(f"interrupted{ways}")
         if refused:
             sys.exit(2)
 

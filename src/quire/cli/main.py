@@ -97,6 +97,10 @@ def _load(model: str, options: dict[str, Any], adapter: str | None = None) -> LL
         raise NotFound(f"{error}; and it is none of --adapters: {', '.join(map(repr, named))}") from error
 
 
+PROMPT_STEP = 512
+"""Prompt tokens of a step of ``quire chat`` on a CPU: a bar shows how many have run, and Ctrl-C
+takes effect in between."""
+
 # -- commands --------------------------------------------------------------------------------------
 
 
@@ -205,7 +209,8 @@ def chat(
 ) -> None:
     """Talk to a model in the terminal; /help lists the commands that fork, rewind and save.
 
-    Each line of a pipe is a turn. If one is refused, the exit code is 2.
+    Each line of a pipe is a turn. If one is refused, the exit code is 2. On a CPU steps have 512
+    tokens unless --max-num-batched-tokens is given, so that a bar shows how far a long prompt is.
     """
     from quire.cli.chat import LocalBackend, TerminalChat, usual_fields
 
@@ -225,6 +230,10 @@ def chat(
         return
     if model is None:
         ask_for_model("chat")
+    from quire.build import resolve_device
+
+    if "max_num_batched_tokens" not in chosen and resolve_device(chosen.get("device", "auto")).type == "cpu":
+        chosen["max_num_batched_tokens"] = PROMPT_STEP
     llm = _load(model, chosen, adapter)
     templated = llm.tokenizer is not None and bool(llm.tokenizer.chat_templates)
     usual = usual_fields(llm.config.model, templated=templated)

@@ -91,14 +91,21 @@ class PromptBar:
         self._bar.close()
 
 
-def run_shown(engine: Engine, request: Request, use_tqdm: bool | None) -> None:
-    """Run a request to its end, and show how far its prompt is: if that is asked for, or on a
-    terminal if it takes several steps. Where a thread of its own steps, no caller could."""
+def prompt_bar(engine: Engine, request: Request, use_tqdm: bool | None = None) -> PromptBar | None:
+    """Return a bar of a prompt that has not run: if that is asked for, or on a terminal if it takes
+    several steps; else None. Where a thread of its own steps, no caller could advance it."""
     several = request.branch.remaining > engine.scheduler.limits.max_num_batched_tokens
     if engine.wait is not None or not is_wanted(use_tqdm) or not (several or use_tqdm):
+        return None
+    return PromptBar(request, use_tqdm)
+
+
+def run_shown(engine: Engine, request: Request, use_tqdm: bool | None) -> None:
+    """Run a request to its end, and show its ``prompt_bar``."""
+    if (bar := prompt_bar(engine, request, use_tqdm)) is None:
         engine.run([request])
         return
-    with closing(PromptBar(request, use_tqdm)) as bar:
+    with closing(bar):
         engine.run([request], on_step=bar.advance)
 
 

@@ -13,6 +13,7 @@ from quire.base.interrupts import SHIELD, check
 from quire.base.outputs import Reuse, StreamDelta
 from quire.base.uncopied import Uncopied
 from quire.engine.engine import Engine
+from quire.engine.progress_bars import PromptBar, prompt_bar
 from quire.engine.request import Request
 from quire.engine.request_outputs import reuse_of
 
@@ -33,7 +34,7 @@ class PreparedTurn(NamedTuple):
 class SessionStream(Uncopied, Iterator[StreamDelta]):
     """The iterator of ``for delta in session.stream()``. It starts with its first delta. Leaving
     the loop early, ``close`` and an interrupt cancel it; what was generated stays in the
-    session."""
+    session. On a terminal a bar shows how far a prompt of several steps is."""
 
     _instead = "read it where it was made"
 
@@ -49,6 +50,7 @@ class SessionStream(Uncopied, Iterator[StreamDelta]):
         """The request under way."""
         self._pieces = self._tokens = 0
         """What of its output has been given."""
+        self._bar: PromptBar | None = None
         self._end = partial(_end, engine, self._requests, on_end)
         engine.finalizers.watch(self, self._end)
         self._over = False
@@ -69,10 +71,13 @@ class SessionStream(Uncopied, Iterator[StreamDelta]):
         if not self._requests:
             with self._engine.lock:
                 self._requests.append(self._start())
+            self._bar = prompt_bar(self._engine, self._requests[0])
         request = self._requests[0]
         while True:
             if not request.finished:
                 self._engine.step()
+                if self._bar is not None:
+                    self._bar.advance()
                 check()
             # Another thread may step: read first whether it ended, so that the last delta has all.
             ended = request.finished
@@ -80,6 +85,7 @@ class SessionStream(Uncopied, Iterator[StreamDelta]):
             if request.output.error is not None:
                 raise request.output.error
             if ended or tokens > self._tokens:
+                self._close_bar()
                 delta = StreamDelta(
                     text="".join(request.output.pieces[self._pieces : pieces]),
                     token_ids=request.output.token_ids[self._tokens : tokens],
@@ -96,9 +102,15 @@ class SessionStream(Uncopied, Iterator[StreamDelta]):
         """End the unfinished generation. Closing twice is harmless. ``NotDurable`` if the session
         is kept, and could not be."""
         self._over = True
+        self._close_bar()
         if (durable := self._end()) is not None:
             with took_effect():
                 durable.result()
+
+    def _close_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
 
     @unless_exiting
     def __del__(self) -> None:
