@@ -110,6 +110,8 @@ class AsyncStream(Uncopied, AsyncIterator[SampleDelta], AbstractAsyncContextMana
 
     async def _start(self) -> None:
         job, output = await self._prepare()
+        if self._done:  # closed meanwhile
+            return
         self._listener = Listener(self._background.stepper, job)
         self._background.stepper.submit(job)
         self._job, self._output = job, output

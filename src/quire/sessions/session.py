@@ -284,8 +284,7 @@ class Session(Uncopied):
     def prepare(self, params: SamplingParams | None = None, *, hints: CacheHints | None = None) -> PreparedTurn:
         """Check the arguments of ``stream``; return its prepared turn."""
         live, hinted = self._live, checked_hints(hints)
-        with self._engine.lock:
-            chosen = generation.check(live, "stream", len(self), params)
+        chosen = generation.check(live, "stream", len(self), params)
         self.require_kept()
 
         def start() -> Request:
@@ -300,10 +299,7 @@ class Session(Uncopied):
 
     def check_generate(self, params: SamplingParams) -> None:
         """Refuse now whatever ``generate`` would refuse."""
-        # Without the lock: a grammar may take long to compile.
-        self._engine.checks.params(params, in_session=True)
-        with self._engine.lock:
-            generation.check(self._live, "generate", len(self), params)
+        generation.check(self._live, "generate", len(self), params)
 
     def submit_generate(
         self, params: SamplingParams, request_id: str | None = None, hints: CacheHints = NO_HINTS
@@ -378,12 +374,13 @@ class Session(Uncopied):
     ) -> PreparedTurn:
         """Check and render the messages of ``stream_chat``; return its prepared turn."""
         live, hinted, inputs = self._live, checked_hints(hints), TemplateInputs(tools=tools, variables=variables or {})
-        asked, tokens = chat.ask(live, messages, params, answer, inputs)
+        chosen = generation.checked_params(live, "chat", params)
+        asked, tokens = chat.ask(live, messages, chosen, answer, inputs)
         self.require_kept()
 
         def start() -> Request:
             live.require_idle("chat")
-            return generation.submit(live, tokens, params, hints=hinted)
+            return generation.submit(live, tokens, chosen, hints=hinted)
 
         def end(request: Request) -> Future[None] | None:
             live.turns.answered(asked, request, len(live))
