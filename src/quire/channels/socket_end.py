@@ -154,7 +154,7 @@ class SocketEnd(ABC):
                 self._changed.notify_all()
             return False
         except BaseException as error:  # Half of a message may have passed.
-            self._break(f"the channel to {self.peer} is broken: {error or type(error).__name__}")
+            self._break(f"the channel to {self.peer} is broken: {str(error) or type(error).__name__}")
             if not isinstance(error, (OSError, DataLoss)):
                 raise
             return False

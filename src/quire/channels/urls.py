@@ -8,6 +8,7 @@ import os
 import socket
 import stat
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from quire.channels.stream import StreamEnd
 
 MOST_CONNECTIONS = 256
 """Of a listener; further ones are closed."""
+RETRY_SECONDS = 0.05
+"""Seconds until the next ``accept`` after one that failed, as without file descriptors."""
 
 
 def check_trust(place: Place, trust: Trust) -> None:
@@ -147,8 +150,7 @@ class Listener:
             try:
                 connection, _ = self._socket.accept()
             except OSError:
-                if self._closed:
-                    return
+                time.sleep(RETRY_SECONDS)
                 continue
             if not self._slots.acquire(blocking=False):
                 connection.close()
@@ -173,7 +175,8 @@ class Listener:
             return
         self._ends.add(end)
         try:
-            self._serve(end)
+            if not self._closed:  # else ``close`` may not have seen this end
+                self._serve(end)
         finally:
             end.close()
             self._ends.discard(end)
