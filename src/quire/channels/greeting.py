@@ -1,4 +1,4 @@
-"""The greeting of a connection: both ends prove that they know one secret, and say what they can.
+"""The greeting of a connection: both ends prove that they know one secret, and agree on encryption.
 
 Both send a hello: a name, the version, flags and 32 random bytes. Then each proves the secret by
 an HMAC over both hellos, the caller first, so that a listener gives nothing away. docs/handover.md
@@ -28,18 +28,18 @@ _ACCEPTED, _REFUSED = b"\x01", b"\x00"
 
 @dataclass(frozen=True, slots=True)
 class Trust:
-    """What an end demands of its peers."""
+    """The demands of an end on its peers."""
 
     secret: bytes = b""
     """Empty: any process of this machine is trusted."""
     seals: bool | None = None
-    """Whether what passes is encrypted; None: if the connection leaves this machine."""
+    """Whether messages are encrypted; None: if the connection leaves this machine."""
 
 
 def greet(connection: socket.socket, peer: str, trust: Trust, *, connects: bool, local: bool) -> Seal | None:
-    """Greet the other end; return how to encrypt, None: not at all. ``local``: both ends are on
-    this machine. ``InvalidArgument``: another version, or a peer that does not know the secret;
-    ``Unsupported``: one that cannot encrypt. Then the connection is of no more use."""
+    """Greet the other end; return the encryption of messages, None: there is none. ``local``: both
+    ends are on this machine. ``InvalidArgument``: another version, or a peer that does not know the
+    secret; ``Unsupported``: one that cannot encrypt. Then the connection is of no more use."""
     until = time.monotonic() + GREETING_SECONDS
     must = not local if trust.seals is None else trust.seals
     flags = (_MUST if must else 0) | (_CAN if can_seal() else 0)
@@ -61,7 +61,7 @@ def greet(connection: socket.socket, peer: str, trust: Trust, *, connects: bool,
         return None
     if not flags & their_flags & _CAN:
         who = peer if flags & _CAN else "this server"
-        raise Unsupported(f"what passes to {peer} must be encrypted, and {who} lacks the package cryptography")
+        raise Unsupported(f"messages to {peer} must be encrypted, and {who} lacks the package cryptography")
     return Seal(trust.secret, both, connects=connects)
 
 

@@ -1,8 +1,9 @@
-"""``RingEnd``: messages through shared memory, beside a Unix socket that says what lies in it.
+"""``RingEnd``: messages through shared memory, with notes about its content through a Unix socket.
 
-The memory has no name: the caller makes it and passes its descriptor through the socket. So it goes
-when both processes have, however they end, and the socket tells either that the other has. Each
-direction has one ring. What is written is announced, and given back when it was copied out.
+The memory has no name: the caller makes it and passes its descriptor through the socket. So the
+kernel frees it when both processes have ended, however they end, and the socket tells each end when
+the other has ended. Each direction has one ring. The writer announces each piece by a note, and the
+reader gives its room back by another one when it has copied the piece.
 """
 
 from __future__ import annotations

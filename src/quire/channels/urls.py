@@ -1,4 +1,5 @@
-"""Where two ends meet: ``tcp://HOST:PORT``, or ``shm:/PATH`` for two processes of one machine."""
+"""Connecting to an address and listening there: ``tcp://HOST:PORT``, or ``shm:/PATH`` for two
+processes of one machine."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from quire.channels.socket_end import SocketEnd
 from quire.channels.stream import StreamEnd
 
 MOST_CONNECTIONS = 256
-"""Of a listener; further ones are closed."""
+"""Most connections of a listener; further ones are closed."""
 RETRY_SECONDS = 0.05
 """Seconds until the next ``accept`` after one that failed, as without file descriptors."""
 

@@ -39,7 +39,7 @@ from quire.store.journal_writer import JournalWriter
 logger = logging.getLogger("quire.engine")
 
 NAMED = "named-"
-"""Begins the ids of sessions that are kept by their names."""
+"""Begins the ids of sessions that are kept by their names: a program's, not a server's."""
 
 
 class KeptSessions:
@@ -225,7 +225,7 @@ class KeptSessions:
 
     def _of_others(self, name: str) -> str:
         """Return a note on other models with a session of this name, for a refusal."""
-        found = [one.model for one in self.journal.records() if one.name == name and _is_named(one.id)]
+        found = [one.model for one in self.journal.records() if one.name == name and one.id.startswith(NAMED)]
         lengths = [length for model in found if (length := other_length(model, self._model))]
         if lengths:
             return f"; session {name!r:.80} was computed {lengths[0]}"
@@ -265,8 +265,3 @@ def durable_errors(path: Path) -> Iterator[None]:
         reason = str(error).replace(f"state file {str(path)!r}", "its state file")
         reason = reason.replace(str(path), "its state file").replace(str(path.parent), "its directory")
         raise NotDurable(f"the session's state cannot be written to the state directory: {reason}") from error
-
-
-def _is_named(name: str) -> bool:
-    """Return whether an id is that of a program's session, and not of a server's client's."""
-    return name.startswith(NAMED)

@@ -191,7 +191,6 @@ def _check_sink(target: BinaryIO) -> None:
 def read_state(
     source: str | os.PathLike[str] | Buffer,
     *,
-    expected_version: int = VERSION,
     verify: bool = True,
     limits: Callable[[int], HeaderLimits] | None = None,
 ) -> StateFile:
@@ -212,7 +211,7 @@ def read_state(
     else:
         label = "the given state"
         view = _bytes_view(source)
-    state = StateFile(view, label, expected_version, None if limits is None else limits(len(view)))
+    state = StateFile(view, label, None if limits is None else limits(len(view)))
     if verify:
         state.verify()
     return state
@@ -235,8 +234,8 @@ class StateFile:
     ``write_state`` never cuts files, it replaces them.
     """
 
-    def __init__(self, view: memoryview, label: str, expected_version: int, limits: HeaderLimits | None = None) -> None:
-        self._header = read_header(view, label, expected_version, limits)
+    def __init__(self, view: memoryview, label: str, limits: HeaderLimits | None) -> None:
+        self._header = read_header(view, label, limits)
         self._view: memoryview | None = view
         self._flat: dict[torch.dtype, Tensor] = {}
         """The whole elements of ``_view``, in the dtypes that were asked for."""
