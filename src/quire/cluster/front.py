@@ -1,8 +1,8 @@
 """``Front``: the ASGI application in front of a cluster's replicas.
 
-It reads a request whole, looks for what decides its replica, and passes both directions on as they
-come. What it knows (sessions' places, prefixes) is found again after a restart: a session that it
-does not know is looked for on all replicas, and one of them takes it over if its own has ended.
+It reads a request whole, chooses a replica by its sessions or its prompt, and streams the answer
+back. It keeps the places of sessions and prefixes in memory only: a session that it does not know
+is looked for on all replicas, and one of them takes it over if its own has ended.
 
 A request that no replica has begun to answer is sent to another one, unless it is about a session:
 it may have taken effect there.
@@ -27,7 +27,7 @@ from quire.cluster.prefixes import digests
 from quire.cluster.router import Choice, Router
 
 MOST_BYTES = 1 << 30
-"""Largest body, which is held in memory: state files are bodies too."""
+"""Largest body. Bodies are held in memory, state files among them."""
 PATIENCE = 30.0
 """Seconds that a request waits for a replica, and for a session whose replica is ending."""
 LOOK_SECONDS = 0.25
@@ -38,7 +38,7 @@ _MADE = re.compile(rb'"id": ?"((?:session-|resp_)[0-9a-f]{32})"')
 _FORKS = re.compile(rb"session-[0-9a-f]{32}")
 TO_ALL = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 BY_KEY = ("/v1/chats", "/slots")
-"""What one replica keeps for an API key."""
+"""Paths whose state one replica keeps for an API key."""
 
 
 class Refused(Exception):
@@ -57,7 +57,7 @@ class Refused(Exception):
 
 @dataclass(slots=True)
 class FrontCounts:
-    """What the front did since it began."""
+    """Counts since the front began."""
 
     requests: Counter[str] = field(default_factory=Counter)
     """By the reason of the choice."""
@@ -354,7 +354,7 @@ class Front:
 
 
 class _Reply:
-    """One request's way in and out."""
+    """Reads one request, and writes its answer."""
 
     def __init__(self, scope: Any, receive: Any, send: Any) -> None:
         self._scope, self._receive, self._send = scope, receive, send

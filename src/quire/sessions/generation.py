@@ -1,4 +1,4 @@
-"""Generations of a session: what is checked, and what is queued."""
+"""Generations of a session: their checks, and their requests in the engine's queue."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """The state file (``.quire``): metadata and named tensors in a checked safetensors container.
 
-This module is the container only; its callers decide what a sequence puts into it. The format is
-documented in ``docs/statefile.md`` and encoded in ``header``. The header holds one checksum
-per tensor and one of itself, so every damaged, missing or surplus byte is noticed. Nothing in a
-file is ever executed.
+This module is the container only; its callers decide the content. The format is documented in
+``docs/statefile.md`` and encoded in ``header``. The header holds one checksum per tensor and one of
+itself, so every damaged, missing or surplus byte is noticed. Nothing in a file is ever executed.
 
 Tensors are written one at a time, as they are produced, and read as views of the mapped file. A
 file appears under its name complete and synced, or not at all.
