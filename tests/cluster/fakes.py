@@ -23,6 +23,7 @@ class FakeReplicas:
         self.pinned: set[str] = set()
         self.ending: set[str] = set()
         self.cutting: set[str] = set()
+        self.facts: dict[str, dict[str, object]] = {}
         self.parents: dict[str, str] = {}
         self.refusing = False
         """Whether calls about sessions are refused, whoever has them."""
@@ -72,7 +73,9 @@ class FakeReplicas:
                 "parent": self.parents.get(session),
                 "name": "a",
                 "labels": {"b": "c"},
+                "ttl": 60.0,
                 "pinned": session in self.pinned,
+                **self.facts.get(session, {}),
             }
             return 200, JSON, [json.dumps(told).encode()]
         if path == "/v1/sessions" and call.method == "GET":

@@ -160,7 +160,7 @@ def test_sessions_of_two_replicas_in_one_batch(run: Run) -> None:
         assert replicas.calls[-1][0] == "a"
         assert front.counts.moved == 1
         upload = next(call for _, call in replicas.calls if call.path.startswith("/v1/sessions/state"))
-        assert upload.path == f"/v1/sessions/state?id={IDS[1]}&name=a&label=b%3Dc"
+        assert upload.path == f"/v1/sessions/state?id={IDS[1]}&ttl=60.0&name=a&label=b%3Dc"
         answer = await client.post("/v1/sessions/generate", json={"ids": IDS[:3]})
         assert answer.status_code == 409
         assert "pinned" in answer.json()["error"]["message"]
@@ -171,16 +171,17 @@ def test_sessions_of_two_replicas_in_one_batch(run: Run) -> None:
 
 def test_a_session_leaves_a_replica_with_too_much_to_do(run: Run) -> None:
     replicas = FakeReplicas("a", "b")
-    replicas.sessions["a"] = {IDS[0], IDS[1]}
+    replicas.sessions["a"] = set(IDS)
     replicas.pinned = {IDS[1]}
+    replicas.facts = {IDS[2]: {"has_chat": True}, IDS[3]: {"last_commit": "0" * 40}}
 
     async def story(front: Front, client: httpx.AsyncClient) -> None:
-        for name in IDS[:2]:
+        for name in IDS:
             await client.get(f"/v1/sessions/{name}")
         with front.router.under_way("a"), front.router.under_way("a"):
-            for name in IDS[:2]:
+            for name in IDS:
                 assert (await client.post(f"/v1/sessions/{name}/generate", json={})).status_code == 200
-        assert replicas.sessions == {"a": {IDS[1]}, "b": {IDS[0]}}
+        assert replicas.sessions == {"a": set(IDS[1:]), "b": {IDS[0]}}
 
     run(replicas, story)
 

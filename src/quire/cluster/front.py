@@ -36,6 +36,8 @@ _SESSION = re.compile(r"/v1/sessions/(session-[0-9a-f]{32})(?:/|$)")
 _RESPONSE = re.compile(rf"/v1/responses/({_ID})(?:/|$)")
 _MADE = re.compile(rb'"id": ?"((?:session-|resp_)[0-9a-f]{32})"')
 _FORKS = re.compile(rb"session-[0-9a-f]{32}")
+STAYS = {"pinned": "is pinned", "has_chat": "has a chat", "last_commit": "continues a commit"}
+"""Facts of a session with which it is not moved."""
 TO_ALL = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 BY_KEY = ("/v1/chats", "/slots")
 """Paths whose state one replica keeps for an API key."""
@@ -337,11 +339,12 @@ class Front:
             answer, body = await self._read(source, Call("GET", f"/v1/sessions/{name}?tokens=false", identity))
             _require(answer, body, name)
             told = json.loads(body)
-            if told.get("pinned"):
-                raise Refused(409, f"{name} is pinned to its replica; unpin it", "session_not_moved")
+            if stays := [reason for fact, reason in STAYS.items() if told.get(fact)]:
+                message = f"{name} stays on its replica: it {' and '.join(stays)}, which its state file does not have"
+                raise Refused(409, message, "session_not_moved")
             answer, state = await self._read(source, Call("GET", f"/v1/sessions/{name}/state", identity))
             _require(answer, state, name)
-            fields = [("id", name)]
+            fields = [("id", name), ("ttl", told["ttl"])]
             fields += [("name", told["name"])] if told.get("name") else []
             fields += [("label", f"{label}={value}") for label, value in told.get("labels", {}).items()]
             kind = (b"content-type", b"application/octet-stream")

@@ -113,10 +113,14 @@ class ChatTurns:
         self.inputs = TemplateInputs()
         """Those of the last answer."""
 
+    def __bool__(self) -> bool:
+        """Return True if a chat has begun."""
+        return bool(self._turns) or self._start is not None
+
     def written(self) -> str | None:
         """Return the turns in JSON; None if there are none. ``TypeError`` and ``ValueError`` for a
         message that is none."""
-        if not self._turns and self._start is None:
+        if not self:
             return None
         listed = [[turn.end, turn.message, turn.is_answer] for turn in self._turns]
         found = {"turns": listed, "cut": self._cut, "start": self._start}

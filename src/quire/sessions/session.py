@@ -204,6 +204,11 @@ class Session(Uncopied):
         return self._branch.origin.exact_part(len(self))
 
     @property
+    def has_chat(self) -> bool:
+        """Return whether ``chat`` continues earlier turns. State files do not have these."""
+        return bool(self._live.turns)
+
+    @property
     def last_commit(self) -> str | None:
         """Return the id of the commit that it was made from, or was last committed as. A fork has
         that of its parent."""
