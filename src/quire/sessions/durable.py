@@ -190,6 +190,24 @@ class KeptSessions:
             done.add_done_callback(_log_failure)
         return done
 
+    def begin(self, session: Session) -> None:
+        """Keep a new session under its name, if it has one, as ``keep`` does. After an error the
+        name stays that of the session that had it before."""
+        if session.name is not None:
+            with self._else_as_before(self._id_of(session.name)):
+                self.keep(session, wait=True)
+
+    @contextmanager
+    def _else_as_before(self, name: str) -> Iterator[None]:
+        """Run a block that takes a name from a session; after an error the session has it again."""
+        owner = self._owners.get(name)
+        try:
+            yield
+        except BaseException:
+            if owner is not None:
+                self._owners[name] = owner
+            raise
+
     def names(self) -> list[str]:
         """Return the names under which sessions of this model are kept, the oldest first."""
         self.writer.wait()
@@ -210,8 +228,9 @@ class KeptSessions:
     def forget(self, name: str) -> None:
         """Keep nothing under a name any more; ``NotFound`` if nothing is."""
         record = self._found(name)
-        self._owners.pop(record.id, None)
-        self.writer.write(End(record.id)).result()
+        with self._else_as_before(record.id):
+            self._owners.pop(record.id, None)
+            self.writer.write(End(record.id)).result()
 
     def _found(self, name: str) -> SessionRecord:
         if not isinstance(name, str):
