@@ -114,6 +114,16 @@ def test_an_end_that_closes(kind: str, tmp_path: Path) -> None:
             theirs.send([b"more"])
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_end_that_closes_while_it_waits(kind: str, tmp_path: Path) -> None:
+    with both(kind, tmp_path) as (ours, _):
+        closing = threading.Timer(0.05, ours.close)
+        closing.start()
+        with pytest.raises(DataLoss, match="this end of the channel is closed"):
+            ours.receive(10)
+        closing.join()
+
+
 @pytest.mark.parametrize("kind", ["tcp", "shm"])
 def test_a_peer_that_answers_and_closes(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it closes after was sent, though the end knows before the call returns."""

@@ -23,6 +23,7 @@ class FakeReplicas:
         self.pinned: set[str] = set()
         self.ending: set[str] = set()
         self.cutting: set[str] = set()
+        self.stuck: set[str] = set()
         self.facts: dict[str, dict[str, object]] = {}
         self.parents: dict[str, str] = {}
         self.refusing = False
@@ -39,6 +40,9 @@ class FakeReplicas:
         self.calls.append((name, call))
         if name not in self.there:
             raise ReplicaGone(f"{name} has ended", reached=False)
+        assert len(self.calls) < 1000, "asked again and again"
+        if name in self.stuck:
+            raise ReplicaGone(f"{name} refuses connections", reached=False)
         if name in self.ending:
             self.there.remove(name)
             raise ReplicaGone(f"{name} ends")

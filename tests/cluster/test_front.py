@@ -77,6 +77,19 @@ def test_a_request_that_nobody_has_begun_to_answer_is_repeated(run: Run) -> None
     run(replicas, story)
 
 
+def test_what_a_key_keeps_goes_elsewhere_if_its_replica_does_not_answer(run: Run) -> None:
+    replicas = FakeReplicas("a", "b")
+
+    async def story(front: Front, client: httpx.AsyncClient) -> None:
+        first = (await client.get("/v1/chats")).json()["by"]
+        assert (await client.get("/v1/chats")).json()["by"] == first
+        replicas.stuck = {first}
+        async with asyncio.timeout(5):
+            assert (await client.get("/v1/chats")).json()["by"] != first
+
+    run(replicas, story)
+
+
 def test_an_answer_that_is_cut_says_so(run: Run) -> None:
     replicas = FakeReplicas("a")
     replicas.cutting = {"a"}

@@ -230,8 +230,8 @@ class Front:
         if ids:
             return Choice(await self._place_of(ids, call, without), "session")
         if path.startswith(BY_KEY) or "id_slot" in call.path:
-            ordered = sorted(names, key=lambda name: digests(name, _key(call, {}).ljust(256))[0])
-            return Choice(ordered[0], "session")
+            left, key = set(names) - without, _key(call, {}).ljust(256)
+            return Choice(min(left, key=lambda name: digests(name, key)[0]), "session")
         choice = self.router.choose(blocks, without)
         assert choice is not None
         return choice
