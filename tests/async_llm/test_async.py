@@ -493,6 +493,27 @@ def test_a_stream_that_is_never_started_does_nothing(llm: AsyncLLM) -> None:
     assert not llm.engine.has_work
 
 
+def test_a_stream_that_is_closed_while_it_is_prepared_does_not_start(llm: AsyncLLM) -> None:
+    async def use() -> None:
+        at, closed = asyncio.Event(), asyncio.Event()
+
+        async def before(prepared: object) -> None:
+            at.set()
+            await closed.wait()
+
+        llm.before_prompts = before
+        stream = llm.stream(PROMPT, LONG)
+        first = asyncio.ensure_future(anext(stream))
+        await at.wait()
+        await stream.aclose()
+        closed.set()
+        with pytest.raises(StopAsyncIteration):
+            await first
+
+    asyncio.run(use())
+    assert not llm.engine.has_work
+
+
 def test_a_stream_has_one_reader(llm: AsyncLLM) -> None:
     async def use() -> None:
         stream = llm.stream(PROMPT, LONG)

@@ -114,6 +114,16 @@ def test_an_end_that_closes(kind: str, tmp_path: Path) -> None:
             theirs.send([b"more"])
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_end_that_closes_while_it_waits(kind: str, tmp_path: Path) -> None:
+    with both(kind, tmp_path) as (ours, _):
+        closing = threading.Timer(0.05, ours.close)
+        closing.start()
+        with pytest.raises(DataLoss, match="this end of the channel is closed"):
+            ours.receive(10)
+        closing.join()
+
+
 @pytest.mark.parametrize("kind", ["tcp", "shm"])
 def test_a_peer_that_answers_and_closes(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it closes after was sent, though the end knows before the call returns."""
@@ -233,6 +243,72 @@ def test_a_silent_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     timed_out = pytest.raises(InvalidArgument, match="ended the greeting: timed out")
     with socket.create_server(("127.0.0.1", 0)) as server, timed_out:
         connect(f"tcp://127.0.0.1:{server.getsockname()[1]}", SECRET)
+
+
+def test_a_peer_that_greets_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(greeting, "GREETING_SECONDS", 0.1)
+    stop = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            with connection:
+                for byte in b"quire-handover" + bytes(100):
+                    if stop.wait(0.05):
+                        break
+                    connection.sendall(bytes([byte]))
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        started = time.monotonic()
+        with pytest.raises(InvalidArgument, match="ended the greeting: timed out"):
+            connect(f"tcp://127.0.0.1:{server.getsockname()[1]}", SECRET)
+        assert time.monotonic() - started < 1
+        stop.set()
+        thread.join()
+
+
+@pytest.mark.parametrize(("sends", "message"), [(b"m", "gave no memory"), (b"", "timed out")])
+def test_a_peer_that_shares_no_memory(
+    sends: bytes, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(greeting, "GREETING_SECONDS", 1.0)
+    with listening(f"shm:{tmp_path}/s", SECRET) as (_, _, refused), socket.socket(socket.AF_UNIX) as peer:
+        peer.connect(f"{tmp_path}/s")
+        greeting.greet(peer, "it", Trust(SECRET.secret, seals=False), connects=True, local=True)
+        peer.sendall(sends)
+        until(lambda: refused)
+        assert message in str(refused[0])
+
+
+def test_a_listener_that_closes_during_a_greeting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peer that comes through then is served no more, or ``close`` would wait for it."""
+    greeted, served, goes_on, end_of = threading.Event(), list[SocketEnd](), threading.Event(), urls._end
+
+    def held(connection: socket.socket, peer: str, trust: Trust, *, connects: bool) -> SocketEnd:
+        found = end_of(connection, peer, trust, connects=connects)
+        if not connects:
+            greeted.set()
+            assert goes_on.wait(10)
+        return found
+
+    def serve(end: SocketEnd) -> None:
+        served.append(end)
+        with pytest.raises(DataLoss):
+            end.receive(10)
+
+    monkeypatch.setattr(urls, "_end", held)
+    listener = Listener("tcp://127.0.0.1:0", SECRET, serve, print)
+    ours = connect(listener.url, SECRET)
+    assert greeted.wait(10)
+    closing = threading.Thread(target=listener.close)
+    closing.start()
+    until(lambda: listener._closed and not listener._thread.is_alive())
+    goes_on.set()
+    closing.join(5)
+    assert not closing.is_alive()
+    assert not served
+    ours.close()
 
 
 def test_garbage_after_the_greeting() -> None:

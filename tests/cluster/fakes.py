@@ -23,6 +23,8 @@ class FakeReplicas:
         self.pinned: set[str] = set()
         self.ending: set[str] = set()
         self.cutting: set[str] = set()
+        self.stuck: set[str] = set()
+        self.facts: dict[str, dict[str, object]] = {}
         self.parents: dict[str, str] = {}
         self.refusing = False
         """Whether calls about sessions are refused, whoever has them."""
@@ -38,6 +40,9 @@ class FakeReplicas:
         self.calls.append((name, call))
         if name not in self.there:
             raise ReplicaGone(f"{name} has ended", reached=False)
+        assert len(self.calls) < 1000, "asked again and again"
+        if name in self.stuck:
+            raise ReplicaGone(f"{name} refuses connections", reached=False)
         if name in self.ending:
             self.there.remove(name)
             raise ReplicaGone(f"{name} ends")
@@ -72,7 +77,9 @@ class FakeReplicas:
                 "parent": self.parents.get(session),
                 "name": "a",
                 "labels": {"b": "c"},
+                "ttl": 60.0,
                 "pinned": session in self.pinned,
+                **self.facts.get(session, {}),
             }
             return 200, JSON, [json.dumps(told).encode()]
         if path == "/v1/sessions" and call.method == "GET":

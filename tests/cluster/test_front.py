@@ -77,6 +77,19 @@ def test_a_request_that_nobody_has_begun_to_answer_is_repeated(run: Run) -> None
     run(replicas, story)
 
 
+def test_what_a_key_keeps_goes_elsewhere_if_its_replica_does_not_answer(run: Run) -> None:
+    replicas = FakeReplicas("a", "b")
+
+    async def story(front: Front, client: httpx.AsyncClient) -> None:
+        first = (await client.get("/v1/chats")).json()["by"]
+        assert (await client.get("/v1/chats")).json()["by"] == first
+        replicas.stuck = {first}
+        async with asyncio.timeout(5):
+            assert (await client.get("/v1/chats")).json()["by"] != first
+
+    run(replicas, story)
+
+
 def test_an_answer_that_is_cut_says_so(run: Run) -> None:
     replicas = FakeReplicas("a")
     replicas.cutting = {"a"}
@@ -160,7 +173,7 @@ def test_sessions_of_two_replicas_in_one_batch(run: Run) -> None:
         assert replicas.calls[-1][0] == "a"
         assert front.counts.moved == 1
         upload = next(call for _, call in replicas.calls if call.path.startswith("/v1/sessions/state"))
-        assert upload.path == f"/v1/sessions/state?id={IDS[1]}&name=a&label=b%3Dc"
+        assert upload.path == f"/v1/sessions/state?id={IDS[1]}&ttl=60.0&name=a&label=b%3Dc"
         answer = await client.post("/v1/sessions/generate", json={"ids": IDS[:3]})
         assert answer.status_code == 409
         assert "pinned" in answer.json()["error"]["message"]
@@ -171,16 +184,17 @@ def test_sessions_of_two_replicas_in_one_batch(run: Run) -> None:
 
 def test_a_session_leaves_a_replica_with_too_much_to_do(run: Run) -> None:
     replicas = FakeReplicas("a", "b")
-    replicas.sessions["a"] = {IDS[0], IDS[1]}
+    replicas.sessions["a"] = set(IDS)
     replicas.pinned = {IDS[1]}
+    replicas.facts = {IDS[2]: {"has_chat": True}, IDS[3]: {"last_commit": "0" * 40}}
 
     async def story(front: Front, client: httpx.AsyncClient) -> None:
-        for name in IDS[:2]:
+        for name in IDS:
             await client.get(f"/v1/sessions/{name}")
         with front.router.under_way("a"), front.router.under_way("a"):
-            for name in IDS[:2]:
+            for name in IDS:
                 assert (await client.post(f"/v1/sessions/{name}/generate", json={})).status_code == 200
-        assert replicas.sessions == {"a": {IDS[1]}, "b": {IDS[0]}}
+        assert replicas.sessions == {"a": set(IDS[1:]), "b": {IDS[0]}}
 
     run(replicas, story)
 

@@ -146,7 +146,7 @@ def test_every_verb_does_what_a_session_does(client: httpx.Client, plain: LLM) -
             "released": 0,
         }
     found = info(client, name)
-    assert (found["exact"], found["exact_tokens"]) == (True, len(session))
+    assert (found["exact"], found["exact_tokens"], found["has_chat"]) == (True, len(session), False)
     assert found["tokens"] == session.tokens
     assert found["text"] == session.text
     assert ok(client.delete(f"/v1/sessions/{name}")) == {"id": name, "object": "session", "deleted": True}
@@ -340,6 +340,7 @@ def test_a_chat_goes_on_with_new_messages_only(chat_client: httpx.Client, chat_f
         assert plain.tokenizer is not None
         expected = plain.tokenizer.encode("<|user|>def fib(n):<|end|><|assistant|>", add_special_tokens=False)
         assert info(chat_client, name)["tokens"] == expected
+        assert info(chat_client, name)["has_chat"] is True
         output = session.chat([user("def fib(n):"), user("fast")], SamplingParams(**GREEDY))
         answer = post(chat_client, name, "generate", messages=[user("fast")], **GREEDY)
         assert answer["choices"][0]["token_ids"] == output.outputs[0].token_ids

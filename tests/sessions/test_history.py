@@ -48,7 +48,7 @@ from quire.contracts.store import ObjectKey, ObjectKind, StoreTier
 from quire.models.catalogue import bundled_adapters
 from quire.store import collection
 from quire.store import files as store_files
-from quire.store.commits import SessionCommit, space_key, space_of
+from quire.store.commits import SessionCommit, digest_of, space_key, space_of
 from quire.store.files import FileTier
 from quire.store.history import History
 from quire.store.records import pack_record, unpack_record
@@ -934,6 +934,17 @@ def test_forged_records(stored: MakeStored, llama: Checkpoint, tmp_path: Path, k
     again = stored(llama)
     with pytest.raises(DataLoss, match=r"is damaged: its \w+ ha\w+ another digest"):
         again.checkout("one")
+
+
+@pytest.mark.parametrize("state", [{"length": 46}, {"stops": [[99, 5]]}, {"file": ["no name", 1]}])
+def test_a_commit_with_the_state_of_other_tokens(stored: MakeStored, llama: Checkpoint, state: dict[str, Any]) -> None:
+    """A writer of another store signs what it likes: a digest is no proof that it can be read."""
+    commit = stored(llama).session(PROMPT).commit("one")
+    document = json.loads(json.dumps(commit.document(), default=dict))
+    assert SessionCommit.read(document, commit.id).state.length == commit.state.length
+    document["state"] |= state
+    with pytest.raises(StoreDamaged, match="is damaged"):
+        SessionCommit.read(document, digest_of(document))
 
 
 def test_a_full_store(make_llm: MakeLLM, llama: Checkpoint, tmp_path: Path) -> None:

@@ -468,6 +468,28 @@ def test_a_stream_that_cannot_be_kept_took_effect(
     check(llm)
 
 
+def test_a_name_that_cannot_be_taken_stays(
+    make_llm: MakeLLM, llama: Checkpoint, tmp_path: Path, crash: Crash, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A session of that name fails to begin, or the name to be forgotten: the session that has the
+    name goes on being kept."""
+    llm = make_llm(llama, state_dir=tmp_path / "a")
+    session = llm.session(PROMPT, name="one")
+    assert llm.kept is not None
+
+    def full(changes: Any) -> None:
+        raise NotDurable("the disk is full")
+
+    for number, call in enumerate((lambda: llm.session([1, 2], name="one"), lambda: llm.forget("one"))):
+        with monkeypatch.context() as patch:
+            patch.setattr(llm.kept.journal, "write", full)
+            with pytest.raises(NotDurable, match="full"):
+                call()
+        session.append([number])
+        again = make_llm(llama, state_dir=crash(tmp_path / "a"))
+        assert again.resume("one").tokens == session.tokens
+
+
 def test_awaited(llama: Checkpoint, tmp_path: Path) -> None:
     async def main() -> None:
         options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "kv_cache_memory": "1MiB"}

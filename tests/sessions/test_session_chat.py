@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
-from tests.small_llms import MakeLLM, check, greedy, make_checkpoint, record
+from tests.small_llms import MakeLLM, check, engine_of, greedy, make_checkpoint, record
 
 from quire import LLM, InvalidArgument, Session
+from quire.engine.request_checks import RequestChecks
 from quire.sessions import chat as session_chat
 from quire.sessions.chat_turns import ChatTurns
 from small_tokenizers import saved
@@ -88,6 +90,29 @@ def test_what_the_text_of_an_answer_says_can_be_told(chatty: LLM, stream: bool) 
     prompt = "".join(f"<|im_start|>{t['role']}\n{t['content']}<|im_end|>" for t in turns) + "<|im_start|>assistant\n"
     assert chatty.tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False) == prompt
     check(chatty)
+
+
+def test_parameters_are_first_checked_without_the_lock(chatty: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large grammar takes seconds to compile, and then the check under the lock finds it."""
+    engine, held = engine_of(chatty), list[bool]()
+    params = RequestChecks.params
+
+    def checked(checks: RequestChecks, *given: Any, **more: Any) -> None:
+        held.append(engine.lock.owned)
+        params(checks, *given, **more)
+
+    monkeypatch.setattr(RequestChecks, "params", checked)
+    session = chatty.session("The quick")
+    for verb in (
+        lambda: session.generate(greedy(1)),
+        lambda: list(session.stream(greedy(1))),
+        lambda: session.chat([user("one")], greedy(1)),
+        lambda: list(session.stream_chat([user("two")], greedy(1))),
+        lambda: chatty.generate(session, greedy(1)),
+    ):
+        held.clear()
+        verb()
+        assert held[0] is False
 
 
 def test_the_template_gets_tools_and_variables(chatty: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -453,11 +453,6 @@ def test_other_versions_are_recognised(version: str) -> None:
         read_state(damaged)
 
 
-def test_the_expected_version_is_the_callers() -> None:
-    with pytest.raises(InvalidArgument, match="another version: 2 expected, 1 found"):
-        read_state(SMALL_BYTES, expected_version=2)
-
-
 def test_other_formats() -> None:
     with pytest.raises(InvalidArgument, match="another format: 'quire-state' expected, 'quire-tape' found"):
         read_state(seal(table(format='"quire-tape"')))

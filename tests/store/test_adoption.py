@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -65,6 +66,37 @@ def test_what_cannot_be_written_stays(
         patch.setattr(new, "write", full)
         with pytest.raises(NotDurable):
             adopt(tmp_path, new, NAME, always)
+    assert adopt(tmp_path, new, NAME, always)
+
+
+def test_a_state_file_is_durable_before_it_leaves(
+    tmp_path: Path, journal: Callable[[str], SessionJournal], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its copy is synced before the record says that it is here. What cannot be copied stays."""
+    old, new = journal("old"), journal("new")
+    path = old.new_state(NAME)
+    path.write_bytes(b"state")
+    old.write([record(state=path.name)])
+    old.close()
+    synced: list[str] = []
+
+    def fsync(fd: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+
+    def full(changes: Any) -> None:
+        assert sum("/new/states/" in one for one in synced) == 1
+        raise NotDurable("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
+        patch.setattr(new, "write", full)
+        with pytest.raises(NotDurable, match="full"):
+            adopt(tmp_path, new, NAME, always)
+    assert not list((tmp_path / "new" / "states").iterdir())
+    path.rename(tmp_path / "hidden")
+    with pytest.raises(NotDurable, match="cannot be moved"):
+        adopt(tmp_path, new, NAME, always)
+    (tmp_path / "hidden").rename(path)
     assert adopt(tmp_path, new, NAME, always)
 
 

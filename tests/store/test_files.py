@@ -15,6 +15,7 @@ import resource
 import shutil
 import sqlite3
 import tempfile
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -262,6 +263,28 @@ def test_the_index_of_another_version_stays(tmp_path: Path) -> None:
     index_of(tmp_path).rename(other)
     assert do(tmp_path, content) == FULL
     assert other.exists()
+
+
+def test_a_call_that_runs_while_the_tier_closes_leaves_the_index(tmp_path: Path) -> None:
+    async def story() -> None:
+        tier = FileTier(tmp_path, None)
+        await tier.put(A, b"x")
+        at, closed = threading.Event(), threading.Event()
+
+        def slow(index: file_index.FileIndex) -> list[str]:
+            at.set()
+            assert closed.wait(20)
+            return index.under(A.parent)
+
+        call = asyncio.create_task(tier._call(slow))
+        assert await asyncio.to_thread(at.wait, 20)
+        await tier.close()
+        closed.set()
+        with pytest.raises(TierError, match="closed"):
+            await call
+        assert index_of(tmp_path).exists()
+
+    asyncio.run(story())
 
 
 @pytest.mark.parametrize("damage", ["deleted", "garbage"])

@@ -337,6 +337,19 @@ def test_one_bad_record_costs_one_session(
     assert aside.read_bytes()[:place] == data[:place]
 
 
+def test_a_journal_that_cannot_be_opened_is_not_damaged(whole: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    """As with too many open files: then nothing of it can be read, and nothing of it is lost."""
+    directory = tmp_path / "state"
+    shutil.copytree(whole[0], directory)
+    (directory / f"{FILE}-wal").mkdir()
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(InvalidArgument, match="unable to open"):
+        SessionJournal(directory)
+    assert len(os.listdir("/proc/self/fd")) == before
+    (directory / f"{FILE}-wal").rmdir()
+    assert contents(SessionJournal(directory)) == whole[1]
+
+
 def test_no_database_at_all(tmp_path: Path) -> None:
     (tmp_path / FILE).write_bytes(b"not a database" * 1000)
     assert check_damaged(tmp_path, {}) == 0

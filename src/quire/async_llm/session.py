@@ -65,6 +65,7 @@ class AsyncSession(Uncopied, AbstractAsyncContextManager["AsyncSession"]):
     num_computed = shared(Session.num_computed)
     exact = shared(Session.exact)
     exact_tokens = shared(Session.exact_tokens)
+    has_chat = shared(Session.has_chat)
     last_commit = shared(Session.last_commit)
     number = shared(Session.number)
 

@@ -29,7 +29,7 @@ class SampleDelta(StreamDelta):
 
 
 class PromptProgress(NamedTuple):
-    """How far a prompt is."""
+    """The progress of a prompt's computation."""
 
     done: int
     """Tokens whose state exists."""
@@ -39,7 +39,7 @@ class PromptProgress(NamedTuple):
 
 
 Prepared: TypeAlias = tuple[Job, Callable[[], RequestOutput]]
-"""A job that is ready to start, and what returns its output so far."""
+"""A job that is ready to start, and a function that returns its output so far."""
 
 
 class AsyncStream(Uncopied, AsyncIterator[SampleDelta], AbstractAsyncContextManager["AsyncStream"]):
@@ -57,7 +57,7 @@ class AsyncStream(Uncopied, AsyncIterator[SampleDelta], AbstractAsyncContextMana
         self._prepare = prepare
         self._job: Job | None = None
         self._output: Callable[[], RequestOutput]
-        """What returns the output so far, once there is a job."""
+        """Returns the output so far; set once there is a job."""
         self._listener: Listener | None = None
         self._taken: list[tuple[bool, int, int]] = []
         """The part of ``Job.seen`` that has become deltas."""
@@ -110,6 +110,8 @@ class AsyncStream(Uncopied, AsyncIterator[SampleDelta], AbstractAsyncContextMana
 
     async def _start(self) -> None:
         job, output = await self._prepare()
+        if self._done:  # closed meanwhile
+            return
         self._listener = Listener(self._background.stepper, job)
         self._background.stepper.submit(job)
         self._job, self._output = job, output

@@ -30,7 +30,7 @@ class PairEnd:
             return None
         if found is None:
             self._inbox.put(None)
-            raise DataLoss("the other end of the channel is closed")
+            raise DataLoss(f"{'this' if self._closed else 'the other'} end of the channel is closed")
         return memoryview(found)
 
     def close(self) -> None:

@@ -1,8 +1,9 @@
-"""``RingEnd``: messages through shared memory, beside a Unix socket that says what lies in it.
+"""``RingEnd``: messages through shared memory, with notes about its content through a Unix socket.
 
-The memory has no name: the caller makes it and passes its descriptor through the socket. So it goes
-when both processes have, however they end, and the socket tells either that the other has. Each
-direction has one ring. What is written is announced, and given back when it was copied out.
+The memory has no name: the caller makes it and passes its descriptor through the socket. So the
+kernel frees it when both processes have ended, however they end, and the socket tells each end when
+the other has ended. Each direction has one ring. The writer announces each piece by a note, and the
+reader gives its room back by another one when it has copied the piece.
 """
 
 from __future__ import annotations
@@ -37,23 +38,27 @@ class RingEnd(SocketEnd):
 
     def __init__(self, connection: socket.socket, peer: str, *, connects: bool) -> None:
         """Share memory with the peer; ``connects``: this end makes it."""
-        super().__init__(connection, peer, None)
+        # Before the connection waits without a limit of time.
         if connects:
-            memory = os.memfd_create("quire-handover", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            os.ftruncate(memory, 2 * RING_BYTES)
-            fcntl.fcntl(memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
-            socket.send_fds(connection, [b"m"], [memory])
+            found = [os.memfd_create("quire-handover", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)]
         else:
-            _, (memory, *_), _, _ = socket.recv_fds(connection, 1, 1)
+            _, found, _, _ = socket.recv_fds(connection, 1, 1)
+        try:
+            if connects:
+                os.ftruncate(found[0], 2 * RING_BYTES)
+                fcntl.fcntl(found[0], fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+                socket.send_fds(connection, [b"m"], found)
             # A memory that could shrink would end this process at the next access.
-            if (
-                os.fstat(memory).st_size != 2 * RING_BYTES
-                or not fcntl.fcntl(memory, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+            elif not found or (
+                os.fstat(found[0]).st_size != 2 * RING_BYTES
+                or not fcntl.fcntl(found[0], fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
             ):
+                raise DataLoss(f"{peer} gave no memory of {2 * RING_BYTES} bytes that cannot shrink")
+            self._memory = mmap.mmap(found[0], 2 * RING_BYTES)
+        finally:
+            for memory in found:
                 os.close(memory)
-                raise DataLoss(f"the memory of {peer} is none of {2 * RING_BYTES} bytes that cannot shrink")
-        self._memory = mmap.mmap(memory, 2 * RING_BYTES)
-        os.close(memory)
+        super().__init__(connection, peer, None)
         halves = np.frombuffer(self._memory, dtype=np.uint8).reshape(2, RING_BYTES)
         self._out, self._back = halves if connects else halves[::-1]
         self._written = self._read_to = 0

@@ -24,7 +24,7 @@ class Seal:
     out, repeated or moved."""
 
     def __init__(self, secret: bytes, greetings: bytes, *, connects: bool) -> None:
-        """Derive the keys. ``greetings``: what both ends have sent; ``connects``: whether this end
+        """Derive the keys. ``greetings``: the hellos of both ends; ``connects``: whether this end
         has opened the connection."""
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 

@@ -1,8 +1,8 @@
 """``SocketEnd``: one end of a channel over a connected socket.
 
-A message is its length in 8 bytes and its bytes, encrypted or not. The thread that sends it copies
-it to where the peer reads, as long as the peer keeps up. What is left then is kept, and a thread
-of the end writes it. Another one reads.
+A message is its length in 8 bytes and its bytes, encrypted or not. The sending thread writes it
+itself while the peer keeps up. The rest of a message is queued, and a thread of the end writes it.
+Another thread reads.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from quire.contracts.channel import Buffers
 STALL_SECONDS = 30
 """Seconds for which a peer may take nothing of what is sent."""
 PATIENCE_SECONDS = 0.005
-"""Seconds for which who sends waits for a peer that takes nothing. Then the end waits, until it has
-written all that was sent meanwhile."""
+"""Seconds that ``send`` waits for a peer that takes nothing. Then it queues the message for the
+writing thread, and so all later messages, until the queue is empty."""
 CLOSE_SECONDS = 5
 """Seconds that a closing end gives the peer to take what was sent."""
 MOST_BYTES = 1 << 30
@@ -61,7 +61,7 @@ class SocketEnd(ABC):
 
     @property
     def is_open(self) -> bool:
-        """Whether messages pass, as far as is known."""
+        """Return False once this end was closed, or an error ended the connection."""
         return not (self._closing or self._fault)
 
     def send(self, parts: Buffers) -> None:
@@ -154,7 +154,7 @@ class SocketEnd(ABC):
                 self._changed.notify_all()
             return False
         except BaseException as error:  # Half of a message may have passed.
-            self._break(f"the channel to {self.peer} is broken: {error or type(error).__name__}")
+            self._break(f"the channel to {self.peer} is broken: {str(error) or type(error).__name__}")
             if not isinstance(error, (OSError, DataLoss)):
                 raise
             return False
@@ -162,12 +162,12 @@ class SocketEnd(ABC):
 
     @abstractmethod
     def _write(self, left: list[memoryview], seconds: float) -> None:
-        """Write these bytes, and keep those in ``left`` of which the peer has taken none for
+        """Write the bytes of ``left``, and remove them from it; return if the peer takes none for
         ``seconds``."""
 
     @abstractmethod
     def _release(self) -> None:
-        """Give back what the end holds besides the socket."""
+        """Free what the end holds besides the socket."""
 
     def _fill(self, data: memoryview) -> bool:
         """Read into ``data``; False if the connection ends before the first byte of it."""

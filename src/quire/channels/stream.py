@@ -13,7 +13,6 @@ class StreamEnd(SocketEnd):
     """One end of a connection whose peer is known (``greeting``)."""
 
     def __init__(self, connection: socket.socket, peer: str, seal: Seal | None) -> None:
-        """Use a connection; ``seal`` encrypts what passes, None: it passes as it is."""
         super().__init__(connection, peer, seal)
         self._room = select.poll()
         self._room.register(connection, select.POLLOUT)

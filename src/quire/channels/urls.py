@@ -1,4 +1,5 @@
-"""Where two ends meet: ``tcp://HOST:PORT``, or ``shm:/PATH`` for two processes of one machine."""
+"""Connecting to an address and listening there: ``tcp://HOST:PORT``, or ``shm:/PATH`` for two
+processes of one machine."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import os
 import socket
 import stat
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,7 +22,9 @@ from quire.channels.socket_end import SocketEnd
 from quire.channels.stream import StreamEnd
 
 MOST_CONNECTIONS = 256
-"""Of a listener; further ones are closed."""
+"""Most connections of a listener; further ones are closed."""
+RETRY_SECONDS = 0.05
+"""Seconds until the next ``accept`` after one that failed, as without file descriptors."""
 
 
 def check_trust(place: Place, trust: Trust) -> None:
@@ -147,8 +151,7 @@ class Listener:
             try:
                 connection, _ = self._socket.accept()
             except OSError:
-                if self._closed:
-                    return
+                time.sleep(RETRY_SECONDS)
                 continue
             if not self._slots.acquire(blocking=False):
                 connection.close()
@@ -173,7 +176,8 @@ class Listener:
             return
         self._ends.add(end)
         try:
-            self._serve(end)
+            if not self._closed:  # else ``close`` may not have seen this end
+                self._serve(end)
         finally:
             end.close()
             self._ends.discard(end)

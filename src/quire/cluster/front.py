@@ -1,8 +1,8 @@
 """``Front``: the ASGI application in front of a cluster's replicas.
 
-It reads a request whole, looks for what decides its replica, and passes both directions on as they
-come. What it knows (sessions' places, prefixes) is found again after a restart: a session that it
-does not know is looked for on all replicas, and one of them takes it over if its own has ended.
+It reads a request whole, chooses a replica by its sessions or its prompt, and streams the answer
+back. It keeps the places of sessions and prefixes in memory only: a session that it does not know
+is looked for on all replicas, and one of them takes it over if its own has ended.
 
 A request that no replica has begun to answer is sent to another one, unless it is about a session:
 it may have taken effect there.
@@ -27,7 +27,7 @@ from quire.cluster.prefixes import digests
 from quire.cluster.router import Choice, Router
 
 MOST_BYTES = 1 << 30
-"""Largest body, which is held in memory: state files are bodies too."""
+"""Largest body. Bodies are held in memory, state files among them."""
 PATIENCE = 30.0
 """Seconds that a request waits for a replica, and for a session whose replica is ending."""
 LOOK_SECONDS = 0.25
@@ -36,9 +36,11 @@ _SESSION = re.compile(r"/v1/sessions/(session-[0-9a-f]{32})(?:/|$)")
 _RESPONSE = re.compile(rf"/v1/responses/({_ID})(?:/|$)")
 _MADE = re.compile(rb'"id": ?"((?:session-|resp_)[0-9a-f]{32})"')
 _FORKS = re.compile(rb"session-[0-9a-f]{32}")
+STAYS = {"pinned": "is pinned", "has_chat": "has a chat", "last_commit": "continues a commit"}
+"""Facts of a session with which it is not moved."""
 TO_ALL = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 BY_KEY = ("/v1/chats", "/slots")
-"""What one replica keeps for an API key."""
+"""Paths whose state one replica keeps for an API key."""
 
 
 class Refused(Exception):
@@ -57,7 +59,7 @@ class Refused(Exception):
 
 @dataclass(slots=True)
 class FrontCounts:
-    """What the front did since it began."""
+    """Counts since the front began."""
 
     requests: Counter[str] = field(default_factory=Counter)
     """By the reason of the choice."""
@@ -228,8 +230,8 @@ class Front:
         if ids:
             return Choice(await self._place_of(ids, call, without), "session")
         if path.startswith(BY_KEY) or "id_slot" in call.path:
-            ordered = sorted(names, key=lambda name: digests(name, _key(call, {}).ljust(256))[0])
-            return Choice(ordered[0], "session")
+            left, key = set(names) - without, _key(call, {}).ljust(256)
+            return Choice(min(left, key=lambda name: digests(name, key)[0]), "session")
         choice = self.router.choose(blocks, without)
         assert choice is not None
         return choice
@@ -337,11 +339,12 @@ class Front:
             answer, body = await self._read(source, Call("GET", f"/v1/sessions/{name}?tokens=false", identity))
             _require(answer, body, name)
             told = json.loads(body)
-            if told.get("pinned"):
-                raise Refused(409, f"{name} is pinned to its replica; unpin it", "session_not_moved")
+            if stays := [reason for fact, reason in STAYS.items() if told.get(fact)]:
+                message = f"{name} stays on its replica: it {' and '.join(stays)}, which its state file does not have"
+                raise Refused(409, message, "session_not_moved")
             answer, state = await self._read(source, Call("GET", f"/v1/sessions/{name}/state", identity))
             _require(answer, state, name)
-            fields = [("id", name)]
+            fields = [("id", name), ("ttl", told["ttl"])]
             fields += [("name", told["name"])] if told.get("name") else []
             fields += [("label", f"{label}={value}") for label, value in told.get("labels", {}).items()]
             kind = (b"content-type", b"application/octet-stream")
@@ -354,7 +357,7 @@ class Front:
 
 
 class _Reply:
-    """One request's way in and out."""
+    """Reads one request, and writes its answer."""
 
     def __init__(self, scope: Any, receive: Any, send: Any) -> None:
         self._scope, self._receive, self._send = scope, receive, send

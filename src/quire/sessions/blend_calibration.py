@@ -1,8 +1,8 @@
 """Calibration of blending: probes are run in full and blended, over the engine's own state.
 
-A probe is run as sequences of its own, which no other request sees and which are gone afterwards:
-the prefix cache, the store of chunks and sessions never have them. What is found is kept as a
-record of the store, by what chunks depend on: model, layout, dtype and lead.
+A probe is run as sequences of its own, which are removed afterwards. No other request, nor the
+prefix cache, the store of chunks or a session ever sees them. The result is kept as a record of the
+store, under a key of all that chunks depend on: model, layout, dtype and lead.
 
 Letters: Q rows of a question; M tokens of the vocabulary; S tokens of a prompt.
 """
@@ -66,7 +66,7 @@ KIND, VERSION = "blend calibration", 2
 """Of records."""
 
 Advance = Callable[[int], object]
-"""Shows progress by so much."""
+"""Shows progress by a number of steps."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -153,7 +153,7 @@ def _probe(start: Ids, ids: Ids) -> BlendProbe:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ProbeAnswer:
-    """What a probe is answered in a full computation."""
+    """The answer to a probe that is computed in full."""
 
     logits_QM: Tensor
     """float32: of the question's rows, and of all but the last token of ``text``."""
@@ -174,7 +174,7 @@ class ProbeRows(RowsTask):
         return [self._rows[span][layer_id] for span in sorted(self._rows)]
 
     def close(self) -> None:
-        """Do nothing: it goes with the probe."""
+        """Do nothing: the garbage collector frees the rows."""
 
 
 class ProbeRuns:
@@ -252,7 +252,8 @@ class ProbeRuns:
 
 
 def run_step(engine: Engine, step: Step) -> StepOutput:
-    """Run a step, for which others give up what they can. The caller has the lock."""
+    """Run a step; others give up pages and states for it if it lacks room. The caller has the
+    lock."""
     while True:
         try:
             return engine.runner.execute(step)

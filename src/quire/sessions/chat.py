@@ -26,11 +26,12 @@ from quire.text.spelled_tokens import SpelledTokens
 def ask(
     live: LiveSequence,
     messages: Sequence[Mapping[str, Any]],
-    params: SamplingParams | None,
+    params: SamplingParams,
     answer: ReadAnswer | None,
     inputs: TemplateInputs,
 ) -> tuple[Asked, NDArray[np.int64]]:
-    """Return the messages with their turns, and all tokens of the session with them."""
+    """Return the messages with their turns, and all tokens of the session with them. ``params``:
+    checked ones (``generation.checked_params``)."""
     with live.engine.lock:
         live.require_idle("chat")
         if not isinstance(messages, (list, tuple)) or not messages:

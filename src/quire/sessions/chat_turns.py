@@ -1,4 +1,4 @@
-"""The turns of a chat: its messages, and which of a session's tokens they are.
+"""The turns of a chat: its messages, and the places of these among a session's tokens.
 
 A chat template may write an answer into later prompts in another way than the model wrote it: most
 leave the reasoning out. Then the state of the answer is of no use to the next turn, unless the
@@ -34,7 +34,7 @@ PROBES = ("a", "\n\n[")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TemplateInputs:
-    """What a chat template gets beside the messages."""
+    """The inputs of a chat template beside the messages."""
 
     tools: Sequence[Mapping[str, Any]] | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)
@@ -113,10 +113,14 @@ class ChatTurns:
         self.inputs = TemplateInputs()
         """Those of the last answer."""
 
+    def __bool__(self) -> bool:
+        """Return True if a chat has begun."""
+        return bool(self._turns) or self._start is not None
+
     def written(self) -> str | None:
         """Return the turns in JSON; None if there are none. ``TypeError`` and ``ValueError`` for a
         message that is none."""
-        if not self._turns and self._start is None:
+        if not self:
             return None
         listed = [[turn.end, turn.message, turn.is_answer] for turn in self._turns]
         found = {"turns": listed, "cut": self._cut, "start": self._start}
@@ -220,7 +224,7 @@ class ChatTurns:
         read: ReadAnswer | None,
         inputs: TemplateInputs,
     ) -> Asked:
-        """New messages in a session of the tokens ``ids``; changes nothing."""
+        """Return new messages as an addition to a session of the tokens ``ids``; change nothing."""
         start = len(ids) if self._start is None else self._start
         before = self._all(ids, tokenizer)
         return Asked(before=before, messages=list(messages), start=start, read=read, inputs=inputs)
@@ -240,7 +244,8 @@ class ChatTurns:
         return [*self._turns[:-1], Turn(end=len(ids), message=message, is_answer=True)]
 
     def answered(self, asked: Asked, request: Request, length: int) -> None:
-        """Note the answer, or that there is none, of a session of ``length`` tokens now."""
+        """Record the answer of a finished request, or after an error that there is none. The
+        session has ``length`` tokens now."""
         if not request.succeeded:
             self.cut(length)
             return

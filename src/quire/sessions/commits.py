@@ -1,4 +1,4 @@
-"""What a commit of a session is made of, and the way to the store's branches."""
+"""Commits of sessions: their content, and access to the store's branches."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ class CommitDraft:
     commit: SessionCommit
     pieces: Mapping[str, list[Any]]
     objects: Mapping[ObjectKey, Callable[[], bytes]]
-    """What makes each object, until ``release``."""
+    """For each object a function that makes its bytes; valid until ``release``."""
     fork: SeqId | None
-    """The sequence that they are made from."""
+    """The sequence that these functions read; None: they read none."""
 
 
 def ask(
@@ -97,7 +97,8 @@ def commit(live: LiveSequence, name: str, message: str | None, *, force: bool, o
         if not force:
             await history.require_way(branch, live.last_commit)
 
-    live.require_idle("commit")
+    with engine.lock:
+        live.require_idle("commit")
     ask(engine, space, require_way)
     live.compute_to_save("commit")
     with engine.lock:
@@ -177,7 +178,7 @@ def write(engine: Engine, space: Space, made: CommitDraft) -> None:
 
 
 def release(engine: Engine, made: CommitDraft) -> None:
-    """Give back what a draft holds."""
+    """Remove a draft's fork."""
     if made.fork is not None:
         with engine.lock:
             engine.runner.execute(Step(edits=(Remove(made.fork),)))

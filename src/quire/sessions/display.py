@@ -82,8 +82,7 @@ def _ends(engine: Engine, branch: SessionBranch, most: int) -> list[str]:
     if engine.tokenizer is None:
         return []
     tokens = branch.tokens.ids
-    some = tokens if tokens.size <= 2 * most else None
-    parts = [tokens[:most], tokens[-most:]] if some is None else [some]
+    parts = [tokens] if tokens.size <= 2 * most else [tokens[:most], tokens[-most:]]
     # Ids below 0 stand for embeddings.
     texts = [engine.tokenizer.decode(part[part >= 0].tolist(), skip_special_tokens=True) for part in parts]
     return [(" " * 2 * SHOWN).join(texts)]

@@ -39,7 +39,7 @@ from quire.store.journal_writer import JournalWriter
 logger = logging.getLogger("quire.engine")
 
 NAMED = "named-"
-"""Begins the ids of sessions that are kept by their names."""
+"""Begins the ids of sessions that are kept by their names: a program's, not a server's."""
 
 
 class KeptSessions:
@@ -190,6 +190,24 @@ class KeptSessions:
             done.add_done_callback(_log_failure)
         return done
 
+    def begin(self, session: Session) -> None:
+        """Keep a new session under its name, if it has one, as ``keep`` does. After an error the
+        name stays that of the session that had it before."""
+        if session.name is not None:
+            with self._else_as_before(self._id_of(session.name)):
+                self.keep(session, wait=True)
+
+    @contextmanager
+    def _else_as_before(self, name: str) -> Iterator[None]:
+        """Run a block that takes a name from a session; after an error the session has it again."""
+        owner = self._owners.get(name)
+        try:
+            yield
+        except BaseException:
+            if owner is not None:
+                self._owners[name] = owner
+            raise
+
     def names(self) -> list[str]:
         """Return the names under which sessions of this model are kept, the oldest first."""
         self.writer.wait()
@@ -210,8 +228,9 @@ class KeptSessions:
     def forget(self, name: str) -> None:
         """Keep nothing under a name any more; ``NotFound`` if nothing is."""
         record = self._found(name)
-        self._owners.pop(record.id, None)
-        self.writer.write(End(record.id)).result()
+        with self._else_as_before(record.id):
+            self._owners.pop(record.id, None)
+            self.writer.write(End(record.id)).result()
 
     def _found(self, name: str) -> SessionRecord:
         if not isinstance(name, str):
@@ -225,7 +244,7 @@ class KeptSessions:
 
     def _of_others(self, name: str) -> str:
         """Return a note on other models with a session of this name, for a refusal."""
-        found = [one.model for one in self.journal.records() if one.name == name and _is_named(one.id)]
+        found = [one.model for one in self.journal.records() if one.name == name and one.id.startswith(NAMED)]
         lengths = [length for model in found if (length := other_length(model, self._model))]
         if lengths:
             return f"; session {name!r:.80} was computed {lengths[0]}"
@@ -265,8 +284,3 @@ def durable_errors(path: Path) -> Iterator[None]:
         reason = str(error).replace(f"state file {str(path)!r}", "its state file")
         reason = reason.replace(str(path), "its state file").replace(str(path.parent), "its directory")
         raise NotDurable(f"the session's state cannot be written to the state directory: {reason}") from error
-
-
-def _is_named(name: str) -> bool:
-    """Return whether an id is that of a program's session, and not of a server's client's."""
-    return name.startswith(NAMED)

@@ -1,4 +1,4 @@
-"""What changes the tokens of a session: append, rewind, edit.
+"""Verbs that change the tokens of a session: append, rewind, edit.
 
 An edit runs on a fork, which takes the session's place at the end. Until then the session is as it
 was, and its own state may even be given up for the run.
@@ -192,7 +192,7 @@ def edit_cost(live: LiveSequence, span: range | tuple[int, int] | str) -> int:
 
 
 def _place(live: LiveSequence, verb: str, span: object) -> tuple[Ids, TextPlace]:
-    """Return the session's tokens, and which of them are meant."""
+    """Return the session's tokens, and the place of a span among them."""
     with live.engine.lock:
         ids = live.require_idle(verb).tokens.ids.copy()
     if isinstance(span, str):
@@ -212,7 +212,8 @@ def _place(live: LiveSequence, verb: str, span: object) -> tuple[Ids, TextPlace]
 
 
 def _replacement(live: LiveSequence, verb: str, span: object, new: Text) -> tuple[Ids, TextPlace, Ids]:
-    """Return the session's tokens, which of them are meant, and those that take their place."""
+    """Return the session's tokens, the place of a span among them, and the tokens that replace
+    it."""
     if isinstance(new, (Mapping, ExecutorInputs)):
         raise InvalidArgument(field="new", given=new, allowed="text or token ids")
     ids, place = _place(live, verb, span)
@@ -331,7 +332,7 @@ def _give_back(live: LiveSequence, source: EditSource | None) -> None:
 
 
 def _take_over(live: LiveSequence, branch: SessionBranch, fork: SessionBranch) -> None:
-    """Let the session be what a fork is, which then holds nothing."""
+    """Give the session the tokens and the state of a fork, which then holds nothing."""
     branches = live.engine.branches
     if branch.seq is not None:
         branches.remove(branch.seq)

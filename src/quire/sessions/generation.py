@@ -1,4 +1,4 @@
-"""Generations of a session: what is checked, and what is queued."""
+"""Generations of a session: their checks, and their requests in the engine's queue."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def checked_params(live: LiveSequence, verb: str, params: SamplingParams | None)
 
 def check(live: LiveSequence, verb: str, length: int, params: SamplingParams | None) -> SamplingParams:
     """Return the checked parameters of a generation after ``length`` tokens. It refuses whatever
-    ``submit`` would refuse."""
+    ``submit`` would refuse. A caller that holds the lock has checked the parameters before."""
     chosen = checked_params(live, verb, params)
     live.engine.checks_of(live.branch).length(length, chosen)
     return chosen
@@ -39,15 +39,15 @@ def check(live: LiveSequence, verb: str, length: int, params: SamplingParams | N
 def submit(
     live: LiveSequence,
     tokens: NDArray[Any],
-    params: SamplingParams | None,
+    params: SamplingParams,
     request_id: str | None = None,
     hints: CacheHints = NO_HINTS,
 ) -> Request:
     """Queue a generation after ``tokens``, which the session's become. The caller holds the
     engine's lock."""
-    chosen = check(live, "generate", len(tokens), params)
+    check(live, "generate", len(tokens), params)
     ids = tokens.astype(np.int64)
-    return live.engine.submit(ids, chosen, request_id=request_id, session=live.branch, hints=hints)[0]
+    return live.engine.submit(ids, params, request_id=request_id, session=live.branch, hints=hints)[0]
 
 
 def result(live: LiveSequence, request: Request) -> RequestOutput:

@@ -1,4 +1,4 @@
-"""What one layer reads and remembers of a session: attention weights and norms.
+"""Views of one layer of a session: attention weights, and norms of its rows and states.
 
 Letters: H heads; n positions.
 """

@@ -52,7 +52,7 @@ class LiveSequence:
     name: str | None = None
     labels: Mapping[str, str] = field(default_factory=lambda: NO_LABELS)
     turns: ChatTurns = field(default_factory=ChatTurns)
-    """The chat that its tokens are, if they are one."""
+    """The turns of its chat; none if it has no chat."""
     last_commit: str | None = None
     """The id of the commit that it was made from, or was last committed as."""
     closed: bool = False

@@ -25,7 +25,7 @@ from quire.statefile.container import to_bytes as container_bytes
 from quire.statefile.schema import check_metadata
 
 LONGEST = 1 << 22
-"""Token ids in a file at most, if the context is not longer: windowed sessions have no end."""
+"""Most token ids in a file, unless the context is longer: windowed sessions have no limit."""
 MOST_RUNS = 10_000
 """Changes of the adapter that a file holds at most."""
 MOST_ROWS = 16

@@ -204,6 +204,11 @@ class Session(Uncopied):
         return self._branch.origin.exact_part(len(self))
 
     @property
+    def has_chat(self) -> bool:
+        """Return whether ``chat`` continues earlier turns. State files do not have these."""
+        return bool(self._live.turns)
+
+    @property
     def last_commit(self) -> str | None:
         """Return the id of the commit that it was made from, or was last committed as. A fork has
         that of its parent."""
@@ -284,8 +289,7 @@ class Session(Uncopied):
     def prepare(self, params: SamplingParams | None = None, *, hints: CacheHints | None = None) -> PreparedTurn:
         """Check the arguments of ``stream``; return its prepared turn."""
         live, hinted = self._live, checked_hints(hints)
-        with self._engine.lock:
-            chosen = generation.check(live, "stream", len(self), params)
+        chosen = generation.check(live, "stream", len(self), params)
         self.require_kept()
 
         def start() -> Request:
@@ -300,10 +304,7 @@ class Session(Uncopied):
 
     def check_generate(self, params: SamplingParams) -> None:
         """Refuse now whatever ``generate`` would refuse."""
-        # Without the lock: a grammar may take long to compile.
-        self._engine.checks.params(params, in_session=True)
-        with self._engine.lock:
-            generation.check(self._live, "generate", len(self), params)
+        generation.check(self._live, "generate", len(self), params)
 
     def submit_generate(
         self, params: SamplingParams, request_id: str | None = None, hints: CacheHints = NO_HINTS
@@ -378,12 +379,13 @@ class Session(Uncopied):
     ) -> PreparedTurn:
         """Check and render the messages of ``stream_chat``; return its prepared turn."""
         live, hinted, inputs = self._live, checked_hints(hints), TemplateInputs(tools=tools, variables=variables or {})
-        asked, tokens = chat.ask(live, messages, params, answer, inputs)
+        chosen = generation.checked_params(live, "chat", params)
+        asked, tokens = chat.ask(live, messages, chosen, answer, inputs)
         self.require_kept()
 
         def start() -> Request:
             live.require_idle("chat")
-            return generation.submit(live, tokens, params, hints=hinted)
+            return generation.submit(live, tokens, chosen, hints=hinted)
 
         def end(request: Request) -> Future[None] | None:
             live.turns.answered(asked, request, len(live))

@@ -111,13 +111,13 @@ class SessionSources:
 
     def _keeping(self, session: Session) -> Session:
         """Keep a new session from now on, if it is called something."""
-        session._keeper = self.kept
         try:
-            session._keep(wait=True)
+            if self.kept is not None:
+                self.kept.begin(session)
         except BaseException:
-            session._keeper = None
             session.close()
             raise
+        session._keeper = self.kept
         return session
 
     def session_of(

@@ -49,7 +49,7 @@ class SessionStream(Uncopied, Iterator[StreamDelta]):
         self._requests: list[Request] = []
         """The request under way."""
         self._pieces = self._tokens = 0
-        """What of its output has been given."""
+        """Numbers of its pieces of text, and of its tokens, that were returned in deltas."""
         self._bar: PromptBar | None = None
         self._end = partial(_end, engine, self._requests, on_end)
         engine.finalizers.watch(self, self._end)

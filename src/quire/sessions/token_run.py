@@ -1,4 +1,4 @@
-"""One token of a session, run again on a fork that is gone afterwards.
+"""Running one token of a session again, on a fork that is removed afterwards.
 
 The session stays as it is, and so does the prefix cache. State that was written into, blended or
 converted is read as it is: what would have to compute it again is refused.
@@ -23,7 +23,7 @@ from quire.sessions.blend_calibration import run_step
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenRun:
-    """What a token gave."""
+    """The results of running a token."""
 
     logits_V: Tensor
     """float32: of the token after it."""

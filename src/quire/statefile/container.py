@@ -1,9 +1,8 @@
 """The state file (``.quire``): metadata and named tensors in a checked safetensors container.
 
-This module is the container only; its callers decide what a sequence puts into it. The format is
-documented in ``docs/statefile.md`` and encoded in ``header``. The header holds one checksum
-per tensor and one of itself, so every damaged, missing or surplus byte is noticed. Nothing in a
-file is ever executed.
+This module is the container only; its callers decide the content. The format is documented in
+``docs/statefile.md`` and encoded in ``header``. The header holds one checksum per tensor and one of
+itself, so every damaged, missing or surplus byte is noticed. Nothing in a file is ever executed.
 
 Tensors are written one at a time, as they are produced, and read as views of the mapped file. A
 file appears under its name complete and synced, or not at all.
@@ -191,7 +190,6 @@ def _check_sink(target: BinaryIO) -> None:
 def read_state(
     source: str | os.PathLike[str] | Buffer,
     *,
-    expected_version: int = VERSION,
     verify: bool = True,
     limits: Callable[[int], HeaderLimits] | None = None,
 ) -> StateFile:
@@ -212,7 +210,7 @@ def read_state(
     else:
         label = "the given state"
         view = _bytes_view(source)
-    state = StateFile(view, label, expected_version, None if limits is None else limits(len(view)))
+    state = StateFile(view, label, None if limits is None else limits(len(view)))
     if verify:
         state.verify()
     return state
@@ -235,8 +233,8 @@ class StateFile:
     ``write_state`` never cuts files, it replaces them.
     """
 
-    def __init__(self, view: memoryview, label: str, expected_version: int, limits: HeaderLimits | None = None) -> None:
-        self._header = read_header(view, label, expected_version, limits)
+    def __init__(self, view: memoryview, label: str, limits: HeaderLimits | None) -> None:
+        self._header = read_header(view, label, limits)
         self._view: memoryview | None = view
         self._flat: dict[torch.dtype, Tensor] = {}
         """The whole elements of ``_view``, in the dtypes that were asked for."""

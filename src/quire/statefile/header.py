@@ -71,7 +71,7 @@ _ALIGNMENT = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorSpec:
-    """What must be known of a tensor before the first byte is written."""
+    """The declaration of a tensor, which is needed before the first byte is written."""
 
     name: str
     dtype: torch.dtype
@@ -239,7 +239,7 @@ def _as_dict(value: object) -> dict[str, JSON]:
 # Decoding
 
 
-def read_header(view: memoryview, label: str, expected_version: int, limits: HeaderLimits | None = None) -> Header:
+def read_header(view: memoryview, label: str, limits: HeaderLimits | None = None) -> Header:
     """Return the header of the file with the bytes ``view``; ``label`` names the file in messages.
 
     The order of checks is part of the format: length, checksum, format and version, and only then
@@ -251,7 +251,7 @@ def read_header(view: memoryview, label: str, expected_version: int, limits: Hea
     if not isinstance(fields, dict) or not isinstance(fields.get("quire"), str):
         raise DataLoss(f"{label}: the header's metadata must hold the text 'quire'")
     document = _parse(fields["quire"], label)
-    for key, expected in (("format", FORMAT), ("version", expected_version)):
+    for key, expected in (("format", FORMAT), ("version", VERSION)):
         found = document.get(key)
         if type(found) is not type(expected) or found != expected:
             raise InvalidArgument(

@@ -1,4 +1,4 @@
-"""Schemas of what Quire stores as JSON: ``docs/statefile.md`` describes that of state files.
+"""Schemas of Quire's JSON documents: ``docs/statefile.md`` describes those of state files.
 
 A schema is a ``Document``, a struct whose annotations are the only declaration of its fields and of
 the values that they accept. ``fitted`` makes a document of parsed JSON, or raises ``Fault``, which
@@ -47,7 +47,7 @@ class TensorEntry(Document, frozen=True):
 
 
 class Contents(Document, frozen=True):
-    """What a state file adds to a safetensors file."""
+    """The fields that a state file adds to a safetensors file."""
 
     format: str
     version: int
@@ -70,7 +70,7 @@ class StoredLayer(Document, frozen=True):
     value_dim: Size
     rope_mode: str
     rope: Any
-    """Only ever compared with something known."""
+    """Only compared with the reader's own."""
     rope_fingerprint: str
     format: str | UnsetType = UNSET
     num_kv_heads: Size | UnsetType = UNSET

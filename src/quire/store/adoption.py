@@ -16,7 +16,8 @@ from typing import IO
 
 from msgspec.structs import replace
 
-from quire.base.errors import InvalidArgument
+from quire.base.errors import InvalidArgument, NotDurable, QuireError
+from quire.statefile.atomic_file import replacing
 from quire.store.journal import FILE, End, SessionJournal, SessionRecord
 
 TURN = "adopting.lock"
@@ -26,7 +27,7 @@ PLACE = "place.lock"
 def adopt(folder: Path, journal: SessionJournal, name: str, accept: Callable[[SessionRecord], bool]) -> bool:
     """Move the record of a session, and its state file, into ``journal`` from a directory in
     ``folder`` that no process uses. Return whether there is one that ``accept`` takes.
-    ``NotDurable``: it cannot be written here; then it stays where it is."""
+    ``NotDurable``: it cannot be read there or written here; then it stays where it is."""
     with turn(folder):
         for directory in sorted(one.parent for one in folder.glob(f"*/{FILE}")):
             if directory.resolve() == journal.directory.resolve() or (place := _reserved(directory)) is None:
@@ -42,9 +43,18 @@ def adopt(folder: Path, journal: SessionJournal, name: str, accept: Callable[[Se
                     continue
                 if record.state is not None:
                     path = journal.new_state(name)
-                    shutil.copyfile(other.state_path(record), path)
+                    try:
+                        with other.state_path(record).open("rb") as state, replacing(path, "its copy") as copy:
+                            shutil.copyfileobj(state, copy)
+                    except (OSError, QuireError) as error:
+                        raise NotDurable(f"the state file of session {name} cannot be moved: {error}") from error
                     record = replace(record, state=path.name)
-                journal.write([record])
+                try:
+                    journal.write([record])
+                except NotDurable:
+                    if record.state is not None:
+                        journal.state_path(record).unlink(missing_ok=True)
+                    raise
                 other.write([End(name)])
                 return True
     return False
@@ -69,8 +79,12 @@ def free_directory(folder: Path, count: int) -> tuple[Path, IO[bytes]]:
 
 
 def _reserved(directory: Path) -> IO[bytes] | None:
-    """Lock a directory for a process that is yet to start there; None if another one has it."""
-    place = (directory / PLACE).open("ab")  # the caller closes it
+    """Lock a directory for a process that is yet to start there; None if another one has it, or if
+    it is no directory of this user."""
+    try:
+        place = (directory / PLACE).open("ab")  # the caller closes it
+    except OSError:  # this process may not write there
+        return None
     try:
         fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

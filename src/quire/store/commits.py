@@ -146,9 +146,14 @@ class SessionCommit(Document, frozen=True, kw_only=True):
         if not isinstance(version, int) or version > VERSION:
             raise Unsupported(f"commit {name} is of version {version!r:.20}; this Quire reads up to {VERSION}")
         try:
-            return fitted({key: value for key, value in document.items() if key != "version"} | {"id": name}, cls, "")
-        except Fault as fault:
+            found = fitted({key: value for key, value in document.items() if key != "version"} | {"id": name}, cls, "")
+            if found.state.file is not None:
+                ObjectKey.parse(found.state.file[0])
+        except (Fault, InvalidArgument) as fault:
             raise StoreDamaged(f"commit {name} is damaged: {fault}") from None
+        if not all(0 <= stop <= found.state.length <= found.num_tokens for stop in (0, *dict(found.state.stops))):
+            raise StoreDamaged(f"commit {name} is damaged: it has {found.num_tokens} tokens, and the state of others")
+        return found
 
 
 class SpaceRecord(Document, frozen=True):

@@ -55,8 +55,10 @@ _OF_THE_DISK: Final = {
     sqlite3.SQLITE_NOMEM,
     sqlite3.SQLITE_BUSY,
     sqlite3.SQLITE_LOCKED,
+    sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_PERM,
 }
-"""Error codes that concern the system and not the file's content."""
+"""Error codes that concern the system, as too many open files, and not the file's content."""
 
 
 class Moment(NamedTuple):
@@ -232,7 +234,7 @@ class SessionJournal:
                 if path.name not in self._states.values():
                     path.unlink(missing_ok=True)
         except BaseException as error:
-            _released(self._claim)
+            self.close()
             if isinstance(error, (sqlite3.Error, OSError)):
                 raise _unusable(directory, str(error)) from error
             raise
@@ -297,7 +299,7 @@ class SessionJournal:
         harmless."""
         with self._lock:
             if self._claim >= 0:
-                with suppress(sqlite3.Error):
+                with suppress(sqlite3.Error, AttributeError):  # it may not be open yet
                     self._db.close()
                 _released(self._claim)
                 self._claim = -1

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from quire.base.errors import DataLoss, QuireError
 from quire.contracts.store import Blob, ObjectKey, ObjectKind
-from quire.statefile.header import VERSION, HeaderDraft, read_header
+from quire.statefile.header import HeaderDraft, read_header
 from quire.statefile.schema import Fault, check_metadata, fitted
 
 T = TypeVar("T")
@@ -29,7 +29,7 @@ def unpack_record(key: ObjectKey, blob: Blob, kind: type[T]) -> T:
     """Return the document of a record, of a declared type. Raise ``Unfit``."""
     assert key.kind is ObjectKind.RECORD
     try:
-        header = read_header(memoryview(blob).cast("B"), "the record", VERSION)
+        header = read_header(memoryview(blob).cast("B"), "the record")
         metadata: Mapping[str, Any] = header.metadata
         check_metadata(metadata, ("record",))
         if header.specs:

@@ -237,7 +237,7 @@ class RedisTier:
         try:
             yield
         except (RedisError, OSError) as error:
-            raise TierError(f"{self.label}: {error or type(error).__name__}") from error
+            raise TierError(f"{self.label}: {str(error) or type(error).__name__}") from error
 
 
 def _object(name: str) -> str:

@@ -78,7 +78,8 @@ class Store:
         if any(isinstance(tier, MemoryTier) for tier in tiers[1:]):
             raise InvalidArgument("a store has at most one memory tier, and it stands first", field="store")
         self.metrics = StoreMetrics(list(dict.fromkeys(tier.kind for tier in tiers)))
-        self._memory = tiers[0] if tiers and isinstance(tiers[0], MemoryTier) else None
+        self.memory = tiers[0] if tiers and isinstance(tiers[0], MemoryTier) else None
+        """The memory tier; None: there is none."""
         far = [tier for tier in tiers if not isinstance(tier, MemoryTier)]
         self._far = [TierGuard(tier, self.metrics, seconds, clock) for tier in far]
         self._queue_bytes = queue_bytes
@@ -108,18 +109,13 @@ class Store:
         """Return True if there is a tier that outlives the process."""
         return bool(self._far)
 
-    @property
-    def memory(self) -> MemoryTier | None:
-        """The memory tier; None: there is none."""
-        return self._memory
-
     def children(self, parents: Sequence[bytes], timeout: float = 1.0) -> Future[list[dict[ObjectKey, str]]]:
         """Return, for each parent, the keys under it, each with the kind of its nearest tier. A
         tier that takes longer than ``timeout`` seconds counts as empty."""
         near: list[dict[ObjectKey, str]] = [{} for _ in parents]
-        if self._memory:
-            for found, keys in zip(near, self._memory.children_now(parents), strict=True):
-                found.update(dict.fromkeys(keys, self._memory.kind))
+        if self.memory:
+            for found, keys in zip(near, self.memory.children_now(parents), strict=True):
+                found.update(dict.fromkeys(keys, self.memory.kind))
         if not self._far:
             return _done(near)
         with self._room:
@@ -135,7 +131,7 @@ class Store:
         bytes have arrived (``Found.arriving``), so that its first layers are used while the others
         arrive."""
         answers: list[Future[Found | None]] = []
-        near = self._memory.get_now(keys) if self._memory else [None] * len(keys)
+        near = self.memory.get_now(keys) if self.memory else [None] * len(keys)
         for key, blob in zip(keys, near, strict=True):
             if blob is not None:
                 self.metrics.hits.inc("memory")
@@ -154,7 +150,7 @@ class Store:
         for room in the queue). ``known`` reports later that a durable tier has it."""
         size = memoryview(blob).nbytes
         if not durable:
-            if self._memory is None or self._closed or not self._memory.put_now(key, blob):
+            if self.memory is None or self._closed or not self.memory.put_now(key, blob):
                 return False
             self.metrics.written.inc("memory", size)
             return True
@@ -168,8 +164,8 @@ class Store:
                 self._room.wait()
             if self._closed:
                 return False
-            if self._memory and key.kind is ObjectKind.RECORD:
-                self._memory.remove_now([key])  # the one before
+            if self.memory and key.kind is ObjectKind.RECORD:
+                self.memory.remove_now([key])  # the one before
             self._queued += size
             self._change([key], lambda: self._write(key, blob), freed=size)
             if key in self._changes:
@@ -189,28 +185,28 @@ class Store:
         if (tier_kind, reason) not in self._reported:  # later ones are only counted in the metrics
             self._reported.add((tier_kind, reason))
             LOG.warning("%s in the %s tier is damaged or does not fit (%s): it is removed", key.name, tier_kind, reason)
-        if self._memory and tier_kind == self._memory.kind:
-            self._memory.remove_now([key])
+        if self.memory and tier_kind == self.memory.kind:
+            self.memory.remove_now([key])
         if tiers := [one for one in self._far if one.kind == tier_kind]:
             self._forget([key], tiers)
 
     def contains(self, keys: Sequence[ObjectKey]) -> Future[list[bool]]:
         """Return, for each key, True if a tier has its object."""
-        near = self._memory.contains_now(keys) if self._memory else [False for _ in keys]
+        near = self.memory.contains_now(keys) if self.memory else [False for _ in keys]
         with self._room:
             near = [there or key in self._writing for key, there in zip(keys, near, strict=True)]
         return self._ask(lambda: self._contains(list(keys), near), near) if self._far else _done(near)
 
     def remove(self, keys: Collection[ObjectKey]) -> Future[bool]:
         """Remove objects, pinned ones too; the result is True if all tiers did."""
-        if self._memory:
-            self._memory.remove_now(keys)
+        if self.memory:
+            self.memory.remove_now(keys)
         return self._forget(keys, self._far) if self._far else _done(True)
 
     def pin(self, keys: Collection[ObjectKey], pinned: bool) -> Future[bool]:
         """Pin or unpin objects in all tiers that have them; the result is True if all tiers did."""
-        if self._memory:
-            self._memory.pin_now(keys, pinned)
+        if self.memory:
+            self.memory.pin_now(keys, pinned)
         return (
             self._change(keys, lambda: _all(one.pin(keys, pinned) for one in self._far)) if self._far else _done(True)
         )
@@ -261,7 +257,7 @@ class Store:
             )
             for one, stat in zip(self._far, stats, strict=True)
         ]
-        if near := self._memory:
+        if near := self.memory:
             reports.insert(0, TierReport(kind=near.kind, label=near.label, is_durable=False, stat=near.stat_now()))
         return reports
 
@@ -287,8 +283,8 @@ class Store:
                 return
             self._closed = True
             self._room.notify_all()
-            if self._memory:
-                self._memory.clear_now()
+            if self.memory:
+                self.memory.clear_now()
             loop, thread = self._loop, self._thread
             if loop is not None:
                 loop.call_soon_threadsafe(lambda: self._keep(loop.create_task(self._end(loop))))
@@ -442,10 +438,10 @@ class Store:
             elif (blob := await tier.get(key)) is not None:
                 # A record may be replaced, also by another process; state under a key never
                 # changes.
-                if self._memory and tier.kind in REMOTE and key.kind is not ObjectKind.RECORD:
+                if self.memory and tier.kind in REMOTE and key.kind is not ObjectKind.RECORD:
                     with self._room:
                         if key in self._flights:  # otherwise it was removed meanwhile
-                            self._memory.put_now(key, blob)
+                            self.memory.put_now(key, blob)
                 return Found(blob, tier.kind)
         self.metrics.misses.inc()
         return None
@@ -476,8 +472,8 @@ class Store:
             with self._room:
                 if self._arriving.get(key) is found:
                     del self._arriving[key]
-                    if arriving.is_whole and self._memory is not None:
-                        self._memory.put_now(key, arriving.blob)
+                    if arriving.is_whole and self.memory is not None:
+                        self.memory.put_now(key, arriving.blob)
             arriving.end()
 
     async def _write(self, key: ObjectKey, blob: Blob) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from quire.base.errors import NotFound, QuireError, StoreDamaged, StoreFull
 from quire.base.progress import Bar
 from quire.contracts.store import KEY_BYTES, Blob, ObjectKey, StoreTier
-from quire.store.commits import SessionCommit, checked_branch
+from quire.store.commits import checked_branch
 from quire.store.history import History, batches
 
 PARALLEL = 4
@@ -48,8 +48,8 @@ async def transfer(source: History, target: History, name: str, *, force: bool, 
         await source.find(name)
         raise NotFound(f"{name!r} is a commit and no branch; give the name of a branch", field="name", given=name)
     log = await source.log(await source.find(name))
-    if not force:
-        await _require_way(target, name, log)
+    if not force and (head := await target.head(name)) is not None and head not in {one.id for one in log}:
+        await target.require_way(name, None)
     objects = {commit.id: await source.objects(commit) for commit in reversed(log)}
     wanted = {key: nbytes for found in objects.values() for key, nbytes in found.items()}
     whole = {key for commit in log if commit.modified for key in objects[commit.id]}
@@ -69,12 +69,6 @@ async def transfer(source: History, target: History, name: str, *, force: bool, 
         there=len(wanted) - sending.sent - len(sending.lost),
         missing=len(sending.lost),
     )
-
-
-async def _require_way(target: History, name: str, log: list[SessionCommit]) -> None:
-    head = await target.head(name)
-    if head is not None and head not in {one.id for one in log}:
-        await target.require_way(name, None)
 
 
 class _Sending:

@@ -310,6 +310,7 @@ async def _summary(context: Context, held: HeldSession) -> dict[str, Any] | None
         "modified": session.modified,
         "exact": session.exact,
         "exact_tokens": session.exact_tokens,
+        "has_chat": session.has_chat,
         "last_commit": session.last_commit,
         "window": None if session.window is None else dict(zip(("window", "sink"), session.window, strict=True)),
         "in_use": held.busy,
