@@ -241,6 +241,9 @@ def test_released(ex: Executor) -> None:
     assert fork.length == 2
     for call in (
         lambda: cache.length,
+        lambda: cache.adapters,
+        lambda: cache.positions(0),
+        lambda: cache.token_ids(0),
         lambda: cache.clear(),
         lambda: cache.deep_copy(),
         lambda: cache.resize(3),

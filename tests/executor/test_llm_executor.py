@@ -25,6 +25,7 @@ from quire.base.errors import FailedPrecondition, InvalidArgument, NotFound, Qui
 from quire.base.sampling_params import SamplingParams
 from quire.contracts.executor import AudioData, ExecutorInputs, ModelAssets, TextData, VisionData
 from quire.executor.executor import Executor
+from quire.executor.handle import handle_of
 from quire.executor.llm_executor import LlmExecutor
 from quire.executor.request_sampling import ParamsSampling, draw_from
 
@@ -206,8 +207,9 @@ def test_refusals(llama: Tiny, ex: Executor, llm: LlmExecutor) -> None:
     with refused(InvalidArgument, ex, cache, match="one per row"):
         llm.sample_tokens_batch(1, inputs([1]), cache, sampling=[])
     two = llm.create_kv_cache(batch_size=2)
-    with refused(InvalidArgument, ex, two, match="one row"):
-        llm.sample_tokens(1, inputs([1], [2]), two)
+    for given in (two, handle_of(two)):
+        with refused(InvalidArgument, ex, two, match="one row"):
+            llm.sample_tokens(1, inputs([1], [2]), given)
     with refused(Unsupported, ex, cache):
         llm.load_lora(ModelAssets(path="nowhere"))
     before = cache.lengths

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -518,6 +521,28 @@ def test_shutdown_is_terminal(llama: Tiny) -> None:
     assert (ex.status().memory_usage.allocated_bytes, ex.status().memory_usage.peak_bytes) == (0, peak)
     assert ex.metrics().prefill_operations == 1
     assert not ex.supports_batch_size(1)
+
+
+def test_what_waits_for_a_call_while_the_executor_is_shut_down(llama: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Capabilities are told in any state, and no batch is supported."""
+    ex, found = make_executor(llama), list[int]()
+    with ex.lock:
+        asking = threading.Thread(target=lambda: found.append(ex.capabilities().max_batch_size))
+        asking.start()
+        while not ex._operations.busy:
+            time.sleep(0.001)
+        ex.shutdown()
+    asking.join()
+    assert found == [64]
+
+    @contextmanager
+    def waiting() -> Iterator[None]:
+        other.pool.close()
+        yield
+
+    other = make_executor(llama)
+    monkeypatch.setattr(other, "lock", waiting())
+    assert not other.supports_batch_size(1)
 
 
 def test_concurrent_calls_do_not_disturb_each_other(llama: Tiny, ex: Executor) -> None:

@@ -51,17 +51,20 @@ class KVCache(CacheRows):
         return found is not None and isinstance(self.pool.facts.spec_of(int(found[1])), KeyValueAttention)
 
     @property
+    @locked
     def adapters(self) -> frozenset[int]:
         """Ids of the adapters, unloaded ones included, under which tokens ran; without the base
         model."""
         return frozenset(adapter for row in self.rows for adapter in row.runs.ids)
 
+    @locked
     def positions(self, row: int) -> Ids:
         """Return a copy of the rotation positions of a row's tokens. They are the indices unless
         ``position_ids`` were given."""
         given = self.rows[row].positions
         return np.arange(self.lengths[row]) if given is None else given.ids.copy()
 
+    @locked
     def token_ids(self, row: int) -> Ids | None:
         """Return a copy of the token ids of a row, or None if they are not known. The id of a
         placeholder is below -4 and computed from its data: equal ids mean equal content."""

@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 from torch import Tensor
 
-from quire.base.errors import Cancelled, ResourceExhausted
+from quire.base.errors import Cancelled
 from quire.base.token_history import Ids
 from quire.executor.acceptance import AcceptResult
 from quire.executor.cache import KVCache
@@ -154,12 +154,12 @@ def sample_with_drafts(
     """
     pool = cache.pool
     drawn: list[list[int]] = [[] for _ in tokens]
-    everything = make(range(len(tokens)), [num_steps] * len(tokens))
-    for part in everything:
-        part.require_limits(pool.facts)
-    if missing := pool.missing_pages([part.row.seq for part in everything], [num_steps] * len(tokens)):
-        raise ResourceExhausted(f"no room for the call: {missing} pages are missing; release or clear caches")
-    starts = cache.lengths
+    with Transaction(pool, make(range(len(tokens)), [num_steps] * len(tokens)), operation, several=True):
+        pass  # there is room for all steps
+    starts, capacity = cache.lengths, cache.capacity
+    windowed = pool.facts.is_windowed or any(row.window is not None for row in cache.rows)
+    # Forks hold the tokens that windows let go of meanwhile.
+    before = pool.fork_rows(cache.rows, starts) if windowed else []
     for row in cache.rows:
         cache.mark(row)
     try:
@@ -171,8 +171,14 @@ def sample_with_drafts(
             [token for row in drawn for token in row],
         ) from None
     except BaseException:
+        for index, (row, start) in enumerate(zip(cache.rows, starts, strict=True) if windowed else ()):
+            row.seq, before[index] = before[index], row.seq
+            cache.mark_cut(row, start)
         truncate(cache, starts, operation)
+        cache.capacity = capacity
         raise
+    finally:
+        pool.remove(*before)
     return drawn
 
 

@@ -19,7 +19,14 @@ from torch import Tensor
 
 from quire.adapters.assets import read_assets
 from quire.base.config import MODALITIES
-from quire.base.errors import Cancelled, FailedPrecondition, InvalidArgument, ResourceExhausted, Unsupported
+from quire.base.errors import (
+    Cancelled,
+    FailedPrecondition,
+    InvalidArgument,
+    QuireError,
+    ResourceExhausted,
+    Unsupported,
+)
 from quire.base.interrupts import SHIELD, Lock
 from quire.base.metrics import OperationMetrics
 from quire.base.process_exit import end_with_process
@@ -518,11 +525,12 @@ class Executor(Uncopied):
     def supports_batch_size(self, batch_size: int, sequence_length: int = 1) -> bool:
         """See ``ModelExecutor``. Counts memory of activations if measured. Waits for the running
         call."""
-        if batch_size > self.max_batch_size or self.pool.runner_or_none is None:
-            return False
         with self.lock:
-            return self.pool.has_room(batch_size, sequence_length) and warmup.fits(
-                self._activations, batch_size, self.pool.facts.device
+            return (
+                batch_size <= self.max_batch_size
+                and self.pool.runner_or_none is not None
+                and self.pool.has_room(batch_size, sequence_length)
+                and warmup.fits(self._activations, batch_size, self.pool.facts.device)
             )
 
     def optimal_batch_size(self, sequence_length: int = 1) -> int:
@@ -541,9 +549,12 @@ class Executor(Uncopied):
     def capabilities(self) -> ExecutorCapabilities:
         """See ``ModelExecutor``. The first call measures memory of activations. So it runs a few
         short forwards and waits for a running call."""
-        if self.is_usable:
+        try:
             with self.operation("capabilities"):
                 self._measure()
+        except QuireError:
+            if self.is_usable:
+                raise
         return reports.capabilities(
             self.pool.facts, self.max_batch_size, self.executor_type, self.modalities, self._activations
         )

@@ -24,6 +24,7 @@ from quire.executor.cache import KVCache
 from quire.executor.drafting import Drafting, sample_with_drafts
 from quire.executor.executor import Executor
 from quire.executor.forward_packing import Piece, stacked
+from quire.executor.handle import Handle
 from quire.executor.request_sampling import (
     Draw,
     ParamsSampling,
@@ -133,9 +134,9 @@ class LlmExecutor:
     ) -> list[int]:
         """See ``LlmExecutorInterface``. ``sampling`` may be ``SamplingParams`` of one call. More
         steps than a ``max_tokens`` that is not the default are refused."""
-        if isinstance(kv_cache, KVCache) and kv_cache.batch_size != 1:
+        if isinstance(kv_cache, KVCache | Handle) and (rows := len(kv_cache.lengths)) != 1:
             raise InvalidArgument(
-                f"sample_tokens takes a cache of one row, and this one has {kv_cache.batch_size}; use sample_tokens_batch"
+                f"sample_tokens takes a cache of one row, and this one has {rows}; use sample_tokens_batch"
             )
         choices = None if sampling is None else [sampling]
         return self._sample("sample_tokens", num_steps, inputs, kv_cache, lora_id, choices)[0]
@@ -226,9 +227,10 @@ class LlmExecutor:
             return [parts[row] for row in rows]
 
         record, before = self.executor.operation_metrics.record_decode, cache.capacity
-        drawn = sample_with_drafts(drafting, num_steps, tokens, cache, make, draws, operation, record)
-        self._grow(cache, before)
-        return drawn
+        try:
+            return sample_with_drafts(drafting, num_steps, tokens, cache, make, draws, operation, record)
+        finally:
+            self._grow(cache, before)
 
     def _begin(
         self, inputs: ExecutorInputs, kv_cache: CacheLike, lora_id: int | None, tokens: Sequence[Ids]
