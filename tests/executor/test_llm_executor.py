@@ -262,6 +262,10 @@ def test_seeded_sampling(ex: Executor) -> None:
     llm = LlmExecutor(ex)
     override = llm.sample_tokens(6, inputs([3]), llm.create_kv_cache(), sampling=params)
     assert [3, *override] == runs[0]
+    llm = LlmExecutor(ex, sampling=params)
+    for _ in range(2):
+        llm.sample_tokens(6, inputs([3]), llm.create_kv_cache())
+    assert len(llm._samplings[0].sampler.output) == 6, "a call keeps the tokens of no other"
     own = ParamsSampling(params, [3], vocab_size=VOCAB)
     assert [3, *LlmExecutor(ex).sample_tokens(6, inputs([3]), llm.create_kv_cache(), sampling=params)] == runs[0]
     assert own.uniform() != own.uniform()

@@ -96,22 +96,18 @@ class KVCache(CacheRows):
             raise Unsupported(f"block_table: {NO_PAGES}")
         return [self.pool.state.page_table(row.seq) for row in self.rows]
 
+    @locked
     def stats(self) -> CacheHandleStats:
         """Return its present use of blocks, memory and tokens."""
-        blocks = memory = used = 0
-        with self.pool.lock:
-            self.require_live()
-            self.commit_chains()
-            for row in self.rows:
-                use = self.pool.state.sequence_use(row.seq)
-                blocks, used, memory = blocks + use.pages, used + use.rows, memory + use.num_bytes
-            tokens = sum(self.lengths)
+        self.commit_chains()
+        uses = [self.pool.state.sequence_use(row.seq) for row in self.rows]
+        blocks = sum(use.pages for use in uses)
         slots = blocks * self.pool.facts.page_size
         return CacheHandleStats(
-            memory_bytes=memory,
+            memory_bytes=sum(use.num_bytes for use in uses),
             blocks_allocated=blocks,
-            tokens_stored=tokens,
-            utilization=used / slots if slots else 0.0,
+            tokens_stored=sum(self.lengths),
+            utilization=sum(use.rows for use in uses) / slots if slots else 0.0,
             last_access=self.last_access,
         )
 
@@ -180,11 +176,10 @@ class KVCache(CacheRows):
         origins = [source.rows[index] for index in indices]
         self.replace_content([row.like(self.pool.fork_of(row.seq)) for row in origins])
 
+    @locked
     def serialize(self) -> bytes:
-        with self.pool.lock:
-            self.require_live()
-            self.commit_chains()
-            return serialized.dump(self)
+        self.commit_chains()
+        return serialized.dump(self)
 
     def load(self, data: bytes | bytearray | memoryview, *, convert_dtype: bool = False) -> None:
         # A session's file may have tokens that must be run, so it is a call of the executor.

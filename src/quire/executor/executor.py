@@ -60,7 +60,6 @@ from quire.executor.arguments import (
     distinct_items,
     naming_item,
     prefill_item,
-    require_adapter,
     require_together,
     resolve_cache,
     union,
@@ -460,7 +459,6 @@ class Executor(Uncopied):
         of the runner need it."""
         with self.operation("unload_lora"):
             self._require_adapters("unload_lora")
-            require_adapter(self.pool, lora_id)
             self.pool.runner.adapters.unload(lora_id)
 
     def _require_adapters(self, verb: str) -> None:

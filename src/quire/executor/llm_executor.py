@@ -17,6 +17,7 @@ from quire.base.errors import Cancelled, InvalidArgument, Unsupported
 from quire.base.sampling_params import SamplingParams
 from quire.base.signatures import checks_arguments
 from quire.base.token_history import Ids
+from quire.branches.extension import NOTHING
 from quire.branches.row_media import media_of_rows
 from quire.contracts.executor import CacheLike, ExecutorInputs, ModelAssets, RequestSampling
 from quire.executor.arguments import NO_MASKS, require_adapter, resolve_cache, to_ids
@@ -31,7 +32,7 @@ from quire.executor.request_sampling import (
     check_params,
     check_steps,
     drawing,
-    history_for,
+    known_ids,
 )
 from quire.executor.row_extension import RowExtension, extensions, packed, require_vocabulary
 from quire.executor.running_calls import Operation, Stopwatch
@@ -280,21 +281,21 @@ class LlmExecutor:
             if not isinstance(choice, SamplingParams):
                 draws.append(drawing(choice))
                 continue
-            known = cache.token_ids(index)
-            past = None if known is None else np.concatenate((known[: part.start], tokens[index]))
-            past = None if past is None else past[past >= 0]  # placeholders of images have negative ids
-            history = history_for(choice, past)
+            history = NOTHING
+            if choice.repetition_penalty != 1.0:
+                past = np.concatenate((known_ids(cache.token_ids(index))[: part.start], tokens[index]))
+                history = past[past >= 0]  # placeholders of images have negative ids
             own = (
                 self._own_sampling(index, history) if sampling is None else self._make_sampling(choice, index, history)
             )
             draws.append(own.draw)
         return draws
 
-    def _make_sampling(self, params: SamplingParams, row: int, history: Ids | tuple[()] = ()) -> ParamsSampling:
+    def _make_sampling(self, params: SamplingParams, row: int, history: Ids = NOTHING) -> ParamsSampling:
         size = self.executor.pool.facts.vocab_size
         return ParamsSampling(params, history, vocab_size=size, index=row, entropy=self._entropy)
 
-    def _own_sampling(self, row: int, history: Ids | tuple[()]) -> ParamsSampling:
+    def _own_sampling(self, row: int, history: Ids) -> ParamsSampling:
         """Return the default sampling of a row: with its generator continued and its history
         replaced."""
         while len(self._samplings) <= row:

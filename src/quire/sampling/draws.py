@@ -5,7 +5,7 @@ Letters: R rows of logits, V vocabulary; W rows of one chunk of work, G of a gro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import torch
@@ -119,8 +119,7 @@ class Draws:
                 failures[row] = nothing_left()
             elif not complete[row] and row in self._uniforms:
                 again.append(row)
-            if row in failures and row in self._uniforms:
-                self._samplers[row].rollback(self._uniforms[row])
+        self.drop(failures)
         logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
         for rows, table in zip(self._ranked, tables, strict=True):
             for row, one in zip(rows, table, strict=True):
@@ -145,7 +144,7 @@ class Draws:
                 for i, token in zip(group.members, drawn, strict=True):
                     tokens[rows[i]] = token
 
-    def drop(self, rows: Sequence[int]) -> None:
+    def drop(self, rows: Iterable[int]) -> None:
         """Return the random numbers of rows with discarded tokens to their generators, and forget
         their counts."""
         for row in rows:

@@ -105,18 +105,22 @@ class RequestSampler:
         self.params = params
         self.vocab_size = vocab_size
         self.counts: TokenCounts | None = None
-        if params.needs_history:
-            # Presence and frequency penalties count only the output; only repetition counts the
-            # prompt.
-            self.counts = TokenCounts(prompt if params.repetition_penalty != 1.0 else prompt[:0])
-        self.output: list[int] = []
-        """Tokens drawn so far; kept only for penalties and processors."""
+        self.restart(prompt)
         self._generator = None if params.is_greedy else make_generator(params.seed, index, entropy)
         self._returned: list[float] = []
 
+    def restart(self, prompt: Ids) -> None:
+        """Replace all seen tokens by those of a prompt; the generator goes on."""
+        self.output: list[int] = []
+        """Tokens drawn so far; kept only for penalties and processors."""
+        if self.params.needs_history:
+            # Presence and frequency penalties count only the output; only repetition counts the
+            # prompt.
+            self.counts = TokenCounts(prompt if self.params.repetition_penalty != 1.0 else prompt[:0])
+
     def fork(self, params: SamplingParams) -> RequestSampler:
-        """Return a sampler that draws what this one would draw next. ``params``: its own, which
-        differ in what is no part of a draw."""
+        """Return an independent sampler with the same state. ``params``: its parameters, equal to
+        this one's in all fields that decide a token."""
         found = copy.copy(self)
         found.params, found.output, found._returned = params, list(self.output), list(self._returned)
         found.counts = copy.deepcopy(self.counts)
@@ -130,14 +134,11 @@ class RequestSampler:
         return found
 
     @property
-    def edits_logits(self) -> bool:
-        return self.counts is not None or len(self.bias_ids_N) > 0 or bool(self.params.logits_processors)
-
-    @property
     def takes_maximum(self) -> bool:
         """Return True if the row's token is the first maximum of the logits, unless a grammar or a
         ban forbids it."""
-        return self.params.is_greedy and not self.edits_logits
+        edits = self.counts is not None or len(self.bias_ids_N) > 0 or self.params.logits_processors
+        return self.params.is_greedy and not edits
 
     def observe(self, token_id: int) -> None:
         """Record that ``token_id`` joined the output. ``InvalidArgument`` outside the
