@@ -207,9 +207,9 @@ def test_truncate(llama: Tiny, ex: Executor) -> None:
     same = ex.truncate_kv(handle, 10)
     assert same.revision == handle.revision
     assert handle.is_valid
-    used = ex.pool.used_pages
+    used = ex.pool.state.num_used_pages
     short = ex.truncate_kv(handle, 4)
-    assert ex.pool.used_pages == used - 2
+    assert ex.pool.state.num_used_pages == used - 2
     assert short.sequence_length == 4
     assert not handle.is_valid
     for bad in (5, -1, "4", 4.0):
@@ -248,10 +248,10 @@ def test_handle_members(llama: Tiny, ex: Executor) -> None:
 def test_clone_is_a_fork(llama: Tiny, ex: Executor) -> None:
     ids = some_ids(6)
     base = ex.prefill(prompt(ids)).kv_cache
-    used = ex.pool.used_pages
+    used = ex.pool.state.num_used_pages
     clone = base.clone_handle()
     assert clone.cache_id != base.cache_id
-    assert ex.pool.used_pages == used
+    assert ex.pool.state.num_used_pages == used
     a = ex.decode(token(base, 1)).logits
     b = ex.decode(token(clone, 2)).logits
     assert_close(a[0], llama.logits([*ids, 1])[-1])
@@ -476,7 +476,7 @@ def test_no_leak_over_100_cycles(llama: Tiny) -> None:
             ex.release_cache(handle.cache_id)
         del handle, copy
     gc.collect()
-    assert ex.pool.used_pages == 0
+    assert ex.pool.state.num_used_pages == 0
     assert ex.pool.state.empty()
     assert len(ex.pool.caches) == 0
 
@@ -567,7 +567,7 @@ def test_concurrent_calls_do_not_disturb_each_other(llama: Tiny, ex: Executor) -
     for thread in threads:
         thread.join()
     assert not failures
-    assert ex.pool.used_pages == 0
+    assert ex.pool.state.num_used_pages == 0
     metrics = ex.metrics()
     assert (metrics.prefill_operations, metrics.decode_operations) == (6, 36)
 

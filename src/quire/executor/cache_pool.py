@@ -190,14 +190,9 @@ class CachePool(BranchOwner):
                 )
 
     @property
-    def used_pages(self) -> int:
-        """Pages of the runner that are in use by any owner; 0 after shutdown. Needs no lock."""
-        runner = self._runner
-        return 0 if runner is None else runner.state.num_used_pages
-
-    @property
     def used_bytes(self) -> int:
-        """Bytes of these pages and of the recurrent states in use."""
+        """Bytes of the runner's pages and recurrent states that are in use by any owner; 0 after
+        shutdown. Needs no lock."""
         runner = self._runner
         return 0 if runner is None else runner.state.num_used_bytes
 

@@ -115,7 +115,7 @@ class LlmExecutor:
     def step(self, inputs: ExecutorInputs, kv_cache: CacheLike, lora_id: int | None = None) -> Tensor:
         """See ``LlmExecutorInterface``."""
         with self.executor.operation("step") as operation:
-            tokens, cache, parts = self._decode_parts(inputs, kv_cache, lora_id, 1)
+            tokens, cache, parts = self._decode_parts(operation, inputs, kv_cache, lora_id, 1)
             watch = Stopwatch(self.executor.pool.facts.device)
             with Transaction(self.executor.pool, parts, operation) as work:
                 rows = work.run(tokens, ["last"] * len(tokens))
@@ -165,7 +165,7 @@ class LlmExecutor:
     ) -> list[list[int]]:
         with self.executor.operation(verb) as operation:
             num_steps = check_integer(num_steps, f"{verb}: num_steps", 0)
-            tokens, cache, parts = self._decode_parts(inputs, kv_cache, lora_id, num_steps)
+            tokens, cache, parts = self._decode_parts(operation, inputs, kv_cache, lora_id, num_steps)
             for choice in [self.sampling] if sampling is None else sampling:
                 if isinstance(choice, SamplingParams):
                     check_steps(verb, num_steps, choice)
@@ -248,7 +248,7 @@ class LlmExecutor:
         return cache, inputs.start_positions(lengths)
 
     def _decode_parts(
-        self, inputs: ExecutorInputs, kv_cache: CacheLike, lora_id: int | None, count: int
+        self, operation: Operation, inputs: ExecutorInputs, kv_cache: CacheLike, lora_id: int | None, count: int
     ) -> tuple[list[Ids], KVCache, list[RowExtension]]:
         if inputs.vision is not None or inputs.audio is not None:
             raise InvalidArgument("a decode step takes token ids only; give vision and audio data to prefill")
@@ -256,6 +256,7 @@ class LlmExecutor:
             raise InvalidArgument("Expect 1 token id for decode.")
         tokens = [to_ids(row) for row in inputs.text.token_rows()]
         cache, starts = self._begin(inputs, kv_cache, lora_id, tokens)
+        self.executor.require_whole_batch([cache], operation.verb)
         return tokens, cache, extensions(cache, starts, [count] * len(tokens), adapter=lora_id)
 
     def _commit(self, work: Transaction, cache: KVCache) -> None:

@@ -13,7 +13,15 @@ from torch import Tensor
 
 from quire.base.downloads import Download
 from quire.base.errors import QuireError
-from quire.sampling.filters import Candidates, DrawKernel, KernelDraws, candidates, needs_no_order, uploaded_rows
+from quire.sampling.filters import (
+    Candidates,
+    DrawKernel,
+    KernelDraws,
+    candidates,
+    needs_no_order,
+    take_rows,
+    uploaded_rows,
+)
 from quire.sampling.logit_edits import FAILED, Bans, chunks, edited, is_settled, maxima, not_finite, nothing_left
 from quire.sampling.request_sampler import RequestSampler
 from quire.sampling.sampled_tokens import SampledTokens, TokenLogprobs
@@ -72,7 +80,7 @@ class Draws:
         self._ranked = list(chunks(list(self._wanted), logits_RV.shape[1]))
         tables = []
         for rows in self._ranked:
-            ids_W = self.tokens_R.index_select(0, uploaded_rows(rows, logits_RV.device)).clamp(min=0)
+            ids_W = take_rows(self.tokens_R, rows).clamp(min=0)
             tables.append(ranked(logits_RV, rows, ids_W, max(self._wanted[row] for row in rows)))
         self._coming = Download([torch.stack((first_R, self.tokens_R, complete_R)), *tables])
 
@@ -82,7 +90,7 @@ class Draws:
         penalise, unread_W = None, self._unread_R
         if self._seen is not None:
             if unread_W is not None and len(rows) < len(unread_W):
-                unread_W = unread_W.index_select(0, uploaded_rows(rows, unread_W.device))
+                unread_W = take_rows(unread_W, rows)
             penalise = partial(self._seen.penalise, unread_W=unread_W)
         z_WV, _ = edited(self._logits_RV, rows, self._samplers, Bans(self._banned, {}), penalise)
         max_W, tokens_W = maxima(z_WV)
