@@ -257,6 +257,14 @@ def test_released(ex: Executor) -> None:
             call()
 
 
+def test_rows_that_do_not_exist(ex: Executor) -> None:
+    cache = filled(ex, [1], [2])
+    for row in (-1, 2):
+        for call in (cache.token_ids, cache.positions):
+            with refused(InvalidArgument, ex, cache, match="the cache has rows 0..1"):
+                call(row)
+
+
 def test_cuts_equal_a_list_of_all_of_them() -> None:
     """The monotone stack against every cut that was ever made."""
     generator = torch.Generator().manual_seed(1)

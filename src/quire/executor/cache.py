@@ -22,6 +22,7 @@ from quire.contracts.layers import KeyValueAttention
 from quire.executor import serialized
 from quire.executor.cache_pool import NO_PAGES, CachePool
 from quire.executor.cache_rows import CacheRows, locked
+from quire.executor.row import Row
 
 _TENSOR_NAME: Final = re.compile(r"kv_cache_[kv]_(0|[1-9][0-9]{0,8})")
 
@@ -61,15 +62,20 @@ class KVCache(CacheRows):
     def positions(self, row: int) -> Ids:
         """Return a copy of the rotation positions of a row's tokens. They are the indices unless
         ``position_ids`` were given."""
-        given = self.rows[row].positions
-        return np.arange(self.lengths[row]) if given is None else given.ids.copy()
+        found = self._row(row)
+        return np.arange(found.computed) if found.positions is None else found.positions.ids.copy()
 
     @locked
     def token_ids(self, row: int) -> Ids | None:
         """Return a copy of the token ids of a row, or None if they are not known. The id of a
         placeholder is below -4 and computed from its data: equal ids mean equal content."""
-        held = self.rows[row].tokens
+        held = self._row(row).tokens
         return held.ids.copy() if held.is_known else None
+
+    def _row(self, index: int) -> Row:
+        if not 0 <= index < self.batch_size:
+            raise InvalidArgument(f"row {index} does not exist; the cache has rows 0..{self.batch_size - 1}")
+        return self.rows[index]
 
     @locked
     def read(self, layer: int, lengths: Sequence[int], *, values: bool) -> Tensor:

@@ -9,6 +9,7 @@ import copy
 import hashlib
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -95,11 +96,12 @@ class RequestSampler:
         if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
             raise InvalidArgument(f"prompt must be one list of token ids, got {given.dtype} {list(given.shape)}")
         prompt = given.astype(np.int64)
-        self.bias_ids_N: Ids = np.fromiter(params.token_bias.keys(), dtype=np.int64)
-        self.bias_N: Values = np.fromiter(params.token_bias.values(), dtype=np.float32)
-        stop_ids = np.array(sorted(params.stop_ids), dtype=np.int64)
-        for name, ids in (("prompt", prompt), ("logit_bias", self.bias_ids_N), ("stop_token_ids", stop_ids)):
+        # As objects, since 64 bits may be too few.
+        bias_ids, stop_ids = (np.array([*ids], dtype=object) for ids in (params.token_bias, sorted(params.stop_ids)))
+        for name, ids in (("prompt", prompt), ("logit_bias", bias_ids), ("stop_token_ids", stop_ids)):
             check_ids(name, ids, vocab_size)
+        self.bias_ids_N: Ids = bias_ids.astype(np.int64)
+        self.bias_N: Values = np.fromiter(params.token_bias.values(), dtype=np.float32)
         if params.logprobs is not None and params.logprobs > vocab_size:
             raise InvalidArgument(f"logprobs must be at most the vocabulary size {vocab_size}, got {params.logprobs}")
         self.params = params
@@ -195,7 +197,7 @@ class RequestSampler:
         self._returned.append(uniform)
 
 
-def check_ids(name: str, ids: Ids, vocab_size: int) -> None:
+def check_ids(name: str, ids: npt.NDArray[Any], vocab_size: int) -> None:
     """Raise ``InvalidArgument`` if a token lies outside the vocabulary."""
     if len(ids) and not (ids.min() >= 0 and ids.max() < vocab_size):
         bad = int(ids[(ids < 0) | (ids >= vocab_size)][0])
