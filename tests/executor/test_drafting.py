@@ -14,6 +14,7 @@ from tests.executor.conftest import (
     Tiny,
     assert_close,
     check_pages,
+    forget_tokens,
     inputs,
     make_executor,
     make_tiny,
@@ -198,6 +199,16 @@ def test_rows_that_went_back_are_read_anew(llama: Tiny) -> None:
     assert wrong == []
 
 
+class Breaks(ParamsSampling):
+    left = 19
+
+    def draw(self, logits_1V: torch.Tensor) -> int:
+        if not self.left:
+            raise QuireError("no more")
+        self.left -= 1
+        return super().draw(logits_1V)
+
+
 @pytest.fixture(scope="module")
 def windowed(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     return make_tiny("Mistral", tmp_path_factory.mktemp("windowed"), sliding_window=6)
@@ -206,16 +217,6 @@ def windowed(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 @pytest.mark.parametrize("kind", ["llama", "windowed"])
 def test_a_failing_sampling_leaves_the_cache(kind: str, request: pytest.FixtureRequest) -> None:
     """Also where a window has let go of the tokens before the call."""
-
-    class Breaks(ParamsSampling):
-        left = 19
-
-        def draw(self, logits_1V: torch.Tensor) -> int:
-            if not self.left:
-                raise QuireError("no more")
-            self.left -= 1
-            return super().draw(logits_1V)
-
     tiny, ids = request.getfixturevalue(kind), some_ids(6)
     known = sampled(make_executor(tiny), GREEDY[:1], [ids])[0]
     executor = make_executor(tiny, executor_type=SPECULATIVE, drafting=drafting(Told([ids + known], 1.0)))
@@ -232,6 +233,19 @@ def test_a_failing_sampling_leaves_the_cache(kind: str, request: pytest.FixtureR
     cache.release()
     assert executor.pool.state.empty()
     check_pages(executor)
+
+
+@pytest.mark.parametrize("states", [64, 2])
+def test_a_failing_sampling_leaves_states_that_no_replay_reaches(hybrid: Hybrid, states: int) -> None:
+    executor = recurrent.make_executor(hybrid, states=states, executor_type=SPECULATIVE, drafting=drafting(Told([])))
+    cache = executor.prefill(prompt(some_ids(9))).kv_cache.cache
+    forget_tokens(cache.rows[0])
+    llm = LlmExecutor(executor)
+    llm._samplings.append(Breaks(GREEDY[0], vocab_size=executor.pool.facts.vocab_size))
+    with pytest.raises(QuireError, match="no more" if states > 2 else "slots for recurrent states are missing"):
+        llm.sample_tokens(STEPS, inputs([3]), cache)
+    assert cache.lengths == (9,)
+    recurrent.check(executor)
 
 
 def test_windows_make_room_between_drafts(windowed: Tiny) -> None:

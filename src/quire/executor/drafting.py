@@ -16,6 +16,7 @@ from torch import Tensor
 
 from quire.base.errors import Cancelled
 from quire.base.token_history import Ids
+from quire.branches.owner import replay_refusal
 from quire.executor.acceptance import AcceptResult
 from quire.executor.cache import KVCache
 from quire.executor.cache_pool import CachePool
@@ -157,9 +158,13 @@ def sample_with_drafts(
     with Transaction(pool, make(range(len(tokens)), [num_steps] * len(tokens)), operation, several=True):
         pass  # there is room for all steps
     starts, capacity = cache.lengths, cache.capacity
-    windowed = pool.facts.is_windowed or any(row.window is not None for row in cache.rows)
-    # Forks hold the tokens that windows let go of meanwhile.
-    before = pool.fork_rows(cache.rows, starts) if windowed else []
+    # Forks hold what no rewind brings back: tokens that windows let go of, and recurrent states
+    # without a replay.
+    on_forks = pool.facts.is_windowed or any(
+        row.window is not None or (pool.facts.recurrent_ids and replay_refusal(row, 0, row.computed, pool.adapter_ids))
+        for row in cache.rows
+    )
+    before = pool.fork_rows(cache.rows, starts) if on_forks else []
     for row in cache.rows:
         cache.mark(row)
     try:
@@ -171,7 +176,7 @@ def sample_with_drafts(
             [token for row in drawn for token in row],
         ) from None
     except BaseException:
-        for index, (row, start) in enumerate(zip(cache.rows, starts, strict=True) if windowed else ()):
+        for index, (row, start) in enumerate(zip(cache.rows, starts, strict=True) if on_forks else ()):
             row.seq, before[index] = before[index], row.seq
             cache.mark_cut(row, start)
         truncate(cache, starts, operation)
