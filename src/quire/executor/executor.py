@@ -234,7 +234,7 @@ class Executor(Uncopied):
             items, tree = verification.checked_items(self.pool, inputs, parents)
             if not items:
                 return []
-            self.require_whole_batch([item.cache for item in items[:1]], "forward_verify")
+            executor_types.require_whole(self.executor_type, [item.cache for item in items[:1]], "forward_verify")
             watch = Stopwatch(self.pool.facts.device)
             outputs = verification.verify(self.pool, items, tree, operation)
             self.operation_metrics.record_decode(1, watch.seconds(), 1)
@@ -318,7 +318,7 @@ class Executor(Uncopied):
         """Verify the drafts of checked items in one forward; None: those of the proposer."""
         acceptance.check_threshold(threshold)
         self._require_batch(sum(item.batch_size for item in items), operation.verb)
-        self.require_whole_batch([item.cache for item in items], operation.verb)
+        executor_types.require_whole(self.executor_type, [item.cache for item in items], operation.verb)
         require_together(self.pool, items)
         certain, drafts = draft_tokens is None, [Draft()] * len(items)
         if draft_tokens is None:
@@ -429,7 +429,7 @@ class Executor(Uncopied):
         self._require_batch(sum(sizes), operation.verb)
         require_together(self.pool, items)
         placed = [(item, item.cache) for item in items if item.cache is not None]
-        self.require_whole_batch([cache for _, cache in placed], operation.verb)
+        executor_types.require_whole(self.executor_type, [cache for _, cache in placed], operation.verb)
         watch = Stopwatch(self.pool.facts.device)
         with Transaction(self.pool, rows_to_extend(placed, operation.verb), operation) as work:
             tokens = [ids for item in items for ids in item.tokens]
@@ -438,11 +438,6 @@ class Executor(Uncopied):
         outputs = [decode_output(item, handle_of(cache), [next(rows) for _ in item.tokens]) for item, cache in placed]
         self.operation_metrics.record_decode(sum(sizes), watch.seconds(), sum(sizes))
         return outputs
-
-    def require_whole_batch(self, caches: Sequence[KVCache | None], verb: str) -> None:
-        """Raise ``Unsupported`` if the type is Batch, and these are not all caches of one batch."""
-        if self.executor_type is ExecutorType.BATCH:
-            executor_types.require_whole([cache for cache in caches if cache is not None], verb)
 
     # -- adapters ----------------------------------------------------------------------------------
 

@@ -40,9 +40,12 @@ def join(caches: Sequence[KVCache]) -> None:
         cache.batch = together
 
 
-def require_whole(caches: Sequence[KVCache], verb: str) -> None:
-    """Raise ``Unsupported`` unless these are exactly the caches of one batch that are not
-    released."""
+def require_whole(kind: ExecutorType, given: Sequence[KVCache | None], verb: str) -> None:
+    """Raise ``Unsupported`` if the type is Batch, unless these are exactly the caches of one batch
+    that are not released."""
+    if kind is not ExecutorType.BATCH:
+        return
+    caches = [cache for cache in given if cache is not None]
     first = caches[0].batch if caches else None
     if len(caches) == 1 and first is None:
         return

@@ -24,6 +24,7 @@ from quire.executor.arguments import NO_MASKS, require_adapter, resolve_cache, t
 from quire.executor.cache import KVCache
 from quire.executor.drafting import Drafting, sample_with_drafts
 from quire.executor.executor import Executor
+from quire.executor.executor_types import require_whole
 from quire.executor.forward_packing import Piece, stacked
 from quire.executor.handle import Handle
 from quire.executor.request_sampling import (
@@ -256,7 +257,7 @@ class LlmExecutor:
             raise InvalidArgument("Expect 1 token id for decode.")
         tokens = [to_ids(row) for row in inputs.text.token_rows()]
         cache, starts = self._begin(inputs, kv_cache, lora_id, tokens)
-        self.executor.require_whole_batch([cache], operation.verb)
+        require_whole(self.executor.executor_type, [cache], operation.verb)
         return tokens, cache, extensions(cache, starts, [count] * len(tokens), adapter=lora_id)
 
     def _commit(self, work: Transaction, cache: KVCache) -> None:
