@@ -19,7 +19,7 @@ from quire.blend.chunk_capture import ChunkCapture
 from quire.blend.chunk_catalog import ChunkCatalog, store_of_chunks
 from quire.blend.chunk_matching import LEAST, MOST
 from quire.blend.chunks import ChunkKeys, ChunkLayout, refusal
-from quire.blend.sequence_rows import Move, SequenceRetriever
+from quire.blend.sequence_rows import Move, SequenceTask
 from quire.branches.stored_state import StoredState
 from quire.contracts.layers import CrossAttention, Recurrent, StateTensor
 from quire.contracts.store import ObjectKind
@@ -385,8 +385,8 @@ def test_rows_of_a_sequence() -> None:
     with bed(specs=(FULL, SPECS[2])) as made:
         seq = made.sequence()
         made.forward(seq, A, 0)
-        retriever = SequenceRetriever(made.layout, made.state.open_export(seq))
-        task = retriever.new_task(30, [Move(20, 30, 10), Move(2, 5, 8)])
+        export = made.state.open_export(seq)
+        task = SequenceTask(made.layout, export, 30, [Move(20, 30, 10), Move(2, 5, 8)])
         assert task.valid_mask.tolist() == [0] * 2 + [1] * 8 + [0] * 10 + [1] * 10
         assert task.positions.tolist() == [0] * 2 + [*range(5, 13)] + [0] * 10 + [*range(30, 40)]
         ids = [0] * 2 + A[5:13] + [0] * 10 + A[30:40]
@@ -394,7 +394,7 @@ def test_rows_of_a_sequence() -> None:
         for layer in range(len(specs)):
             made.check([ids], task, task.valid_mask.tolist(), layer)
             assert [(one.start, len(one.k), one.original) for one in task.pieces(layer)] == [(2, 8, 5), (20, 10, 30)]
-        made.check([[1] * 5], retriever.new_task(5, []), [0] * 5, 0)
+        made.check([[1] * 5], SequenceTask(made.layout, export, 5, []), [0] * 5, 0)
         with pytest.raises(InvalidArgument, match="layer_id"):
             task.pieces(2)
         task.close()
@@ -419,7 +419,7 @@ def test_moves_are_checked(moves: list[Move]) -> None:
         seq = made.sequence()
         made.forward(seq, A, 0)
         with pytest.raises(InvalidArgument, match="moves"):
-            SequenceRetriever(made.layout, made.state.open_export(seq)).new_task(30, moves)
+            SequenceTask(made.layout, made.state.open_export(seq), 30, moves)
 
 
 def test_rows_that_a_window_let_go_of_are_not_moved() -> None:
@@ -427,10 +427,10 @@ def test_rows_that_a_window_let_go_of_are_not_moved() -> None:
         seq = made.sequence()
         made.forward(seq, A[:30], 0)
         made.forward(seq, A[30:], 30)
-        retriever = SequenceRetriever(made.layout, made.state.open_export(seq))
-        assert retriever.new_task(10, [Move(0, 32, 8)]).pieces(1)
+        export = made.state.open_export(seq)
+        assert SequenceTask(made.layout, export, 10, [Move(0, 32, 8)]).pieces(1)
         with pytest.raises(InvalidArgument, match="layer 1 holds"):
-            retriever.new_task(10, [Move(0, 20, 10)])
+            SequenceTask(made.layout, export, 10, [Move(0, 20, 10)])
 
 
 def test_rows_of_the_bed_tell_tokens_and_positions_apart() -> None:

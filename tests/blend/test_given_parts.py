@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -100,6 +100,37 @@ def test_a_retriever_of_ones_own(make_llm: MakeLLM, llama: Checkpoint, order: st
 
 def test_rows_that_the_retriever_does_not_bring(make_llm: MakeLLM, llama: Checkpoint) -> None:
     retriever = TrueRetriever(broken=True)
+    llm = with_rows(make_llm(llama, blend_retriever=retriever), retriever)
+    (output,) = llm.generate([PROMPT], greedy(6), blend=blended(0.1))
+    assert output.outputs[0].token_ids == llama.greedy(IDS, 6)
+    assert told(output).blended == 0
+    assert "did not come" in told(output).reason
+    check(llm)
+
+
+WRONG: dict[str, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]] = {
+    "heads": lambda k, v, origins: (k[:, :1], v[:, :1], origins),
+    "columns": lambda k, v, origins: (k[..., 1:], v, origins),
+    "tokens": lambda k, v, origins: (k, v[1:], origins),
+    "whole numbers": lambda k, v, origins: (k.nan_to_num().long(), v, origins),
+    "negative positions": lambda k, v, origins: (k, v, origins - 5000),
+    "few positions": lambda k, v, origins: (k, v, origins[1:]),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_rows_of_another_form(make_llm: MakeLLM, llama: Checkpoint, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """They end no request, and are not reused."""
+    retriever, result = TrueRetriever(), TrueTask.result
+
+    def wrong(task: TrueTask, layer_id: int) -> BlendRetrieverResult:
+        found = result(task, layer_id)
+        assert found.k is not None
+        assert found.v is not None
+        k, v, origins = WRONG[name](found.k, found.v, found.original_positions)
+        return BlendRetrieverResult(k, v, found.valid_mask, origins)
+
+    monkeypatch.setattr(TrueTask, "result", wrong)
     llm = with_rows(make_llm(llama, blend_retriever=retriever), retriever)
     (output,) = llm.generate([PROMPT], greedy(6), blend=blended(0.1))
     assert output.outputs[0].token_ids == llama.greedy(IDS, 6)

@@ -627,7 +627,7 @@ def test_an_executor_of_its_own_over_the_same_pages(small: LLM, llama: Checkpoin
     windowed sessions.
     """
     engine = engine_of(small)
-    own = Executor(engine.runner, identity=small.executor.pool.identity, lock=engine.lock, window=20, sink=3)
+    own = Executor(engine.runner, identity=small.executor.pool.facts.identity, lock=engine.lock, window=20, sink=3)
     output = own.prefill(PrefillInput(input_ids=torch.tensor([PROMPT])))
     session = small.session(cache=output.kv_cache)
     assert session.window == (20, 3)

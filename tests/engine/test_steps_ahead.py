@@ -40,6 +40,7 @@ from quire.base.types import Add, Chunk, Inputs, Step
 from quire.engine.in_flight import PATIENCE, DecodesAhead
 from quire.sampling import filters
 from quire.sampling.draws import Draws
+from quire.sampling.logit_edits import FAILED
 from quire.sampling.request_sampler import RequestSampler
 from quire.sampling.sampler import sample, sample_later
 from quire.sampling.seen_tokens import SeenTokens
@@ -322,6 +323,14 @@ def test_draws_that_fail_leave_the_streams_alone(monkeypatch: pytest.MonkeyPatch
         with pytest.raises(torch.OutOfMemoryError):
             sample_later(z_RV, samplers[:1])
     assert samplers[0].uniform() == samplers[1].uniform()
+
+
+def test_a_failed_row_gives_its_random_number_back_once() -> None:
+    samplers = [RequestSampler(SamplingParams(temperature=1.0, seed=3), vocab_size=50) for _ in range(2)]
+    drawn = sample_later(torch.full((1, 50), torch.nan), samplers[:1])
+    assert drawn.read().token_ids == [FAILED]
+    drawn.drop([0])
+    assert [samplers[0].uniform() for _ in range(3)] == [samplers[1].uniform() for _ in range(3)]
 
 
 def test_rows_with_processors_are_not_drawn_later() -> None:

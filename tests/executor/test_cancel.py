@@ -121,9 +121,9 @@ def test_cancelled_batch_changes_nothing(llama: Tiny) -> None:
     def call() -> None:
         ex.batch_prefill([prompt(some_ids(6)), prompt(some_ids(7), kv_cache=handle)])
 
-    before = ex.pool.used_pages, handle.cache.lengths
+    before = ex.pool.state.num_used_pages, handle.cache.lengths
     assert isinstance(pausing.run(call, lambda: ex.cancel()), Cancelled)
-    assert (ex.pool.used_pages, handle.cache.lengths) == before
+    assert (ex.pool.state.num_used_pages, handle.cache.lengths) == before
 
 
 def test_a_waiting_call_is_cancelled_before_it_runs_anything(llama: Tiny, ex: Executor) -> None:

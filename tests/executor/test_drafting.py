@@ -14,8 +14,10 @@ from tests.executor.conftest import (
     Tiny,
     assert_close,
     check_pages,
+    forget_tokens,
     inputs,
     make_executor,
+    make_tiny,
     prompt,
     refused,
     some_ids,
@@ -29,6 +31,7 @@ from quire.base.sampling_params import SamplingParams
 from quire.contracts.executor import ExecutorType
 from quire.executor.drafting import Drafting
 from quire.executor.executor import Executor
+from quire.executor.handle import handle_of
 from quire.executor.llm_executor import LlmExecutor
 from quire.executor.request_sampling import ParamsSampling
 from quire.kv.state import State
@@ -196,23 +199,63 @@ def test_rows_that_went_back_are_read_anew(llama: Tiny) -> None:
     assert wrong == []
 
 
-def test_a_failing_sampling_leaves_the_cache(llama: Tiny) -> None:
-    class Breaks(ParamsSampling):
-        def draw(self, logits_1V: torch.Tensor) -> int:
-            if len(self._observed) == 9:
-                raise QuireError("no more")
-            return super().draw(logits_1V)
+class Breaks(ParamsSampling):
+    left = 19
 
-    ids = some_ids(6)
-    known = sampled(make_executor(llama), GREEDY[:1], [ids])[0]
-    executor = make_executor(llama, executor_type=SPECULATIVE, drafting=drafting(Told([ids + known], 1.0)))
-    cache = executor.prefill(prompt(ids[:-1])).kv_cache.cache
+    def draw(self, logits_1V: torch.Tensor) -> int:
+        if not self.left:
+            raise QuireError("no more")
+        self.left -= 1
+        return super().draw(logits_1V)
+
+
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return make_tiny("Mistral", tmp_path_factory.mktemp("windowed"), sliding_window=6)
+
+
+@pytest.mark.parametrize("kind", ["llama", "windowed"])
+def test_a_failing_sampling_leaves_the_cache(kind: str, request: pytest.FixtureRequest) -> None:
+    """Also where a window has let go of the tokens before the call."""
+    tiny, ids = request.getfixturevalue(kind), some_ids(6)
+    known = sampled(make_executor(tiny), GREEDY[:1], [ids])[0]
+    executor = make_executor(tiny, executor_type=SPECULATIVE, drafting=drafting(Told([ids + known], 1.0)))
     llm = LlmExecutor(executor)
+    cache = llm.create_kv_cache(dynamic=True)
+    llm.prefill(inputs(ids[:-1]), cache)
+    before = handle_of(cache)
     llm._samplings.append(Breaks(GREEDY[0], ids, vocab_size=VOCAB))
     with pytest.raises(QuireError, match="no more"):
         llm.sample_tokens(STEPS, inputs(ids[-1:]), cache)
-    assert cache.lengths == (len(ids) - 1,)
-    assert_close(executor.decode(token(cache, ids[-1])).logits[0], llama.logits(ids)[-1])
+    assert (cache.lengths, cache.capacity) == ((len(ids) - 1,), len(ids) - 1)
+    assert before.is_valid
+    assert_close(executor.decode(token(before, ids[-1])).logits[0], tiny.logits(ids)[-1])
+    cache.release()
+    assert executor.pool.state.empty()
+    check_pages(executor)
+
+
+@pytest.mark.parametrize("states", [64, 2])
+def test_a_failing_sampling_leaves_states_that_no_replay_reaches(hybrid: Hybrid, states: int) -> None:
+    executor = recurrent.make_executor(hybrid, states=states, executor_type=SPECULATIVE, drafting=drafting(Told([])))
+    cache = executor.prefill(prompt(some_ids(9))).kv_cache.cache
+    forget_tokens(cache.rows[0])
+    llm = LlmExecutor(executor)
+    llm._samplings.append(Breaks(GREEDY[0], vocab_size=executor.pool.facts.vocab_size))
+    with pytest.raises(QuireError, match="no more" if states > 2 else "slots for recurrent states are missing"):
+        llm.sample_tokens(STEPS, inputs([3]), cache)
+    assert cache.lengths == (9,)
+    recurrent.check(executor)
+
+
+def test_windows_make_room_between_drafts(windowed: Tiny) -> None:
+    """Twice as many tokens as the pool has slots."""
+    found = []
+    for kind in ({}, {"executor_type": SPECULATIVE, "drafting": drafting(Told([]))}):
+        executor = make_executor(windowed, tokens=32, window_tokens=32, **kind)
+        cache = executor.prefill(prompt(PROMPTS[0])).kv_cache.cache
+        found.append(LlmExecutor(executor).sample_tokens(64, inputs([3]), cache))
+    assert found[0] == found[1]
 
 
 def test_a_cancelled_call_keeps_complete_forwards(llama: Tiny) -> None:
@@ -228,10 +271,13 @@ def test_a_cancelled_call_keeps_complete_forwards(llama: Tiny) -> None:
             return super().propose(contexts, most)
 
     executor.drafting = drafting(Cancels([ids + known], 1.0))
-    cache = executor.prefill(prompt(ids[:-1])).kv_cache.cache
+    llm = LlmExecutor(executor, kv_increment_size=40)
+    cache = llm.create_kv_cache(dynamic=True)
+    llm.prefill(inputs(ids[:-1]), cache)
     with pytest.raises(Cancelled) as caught:
-        LlmExecutor(executor).sample_tokens(STEPS, inputs(ids[-1:]), cache)
+        llm.sample_tokens(STEPS, inputs(ids[-1:]), cache)
     assert caught.value.token_ids == known[:12]
+    assert cache.capacity == len(ids) - 1 + 40
     assert cache.token_ids(0).tolist() == ids + known[:11]
 
 

@@ -282,7 +282,7 @@ def test_all_types_can_be_made(llama: Tiny) -> None:
             assert FACTORY.create_executor(config).executor_type is kind
     with pytest.raises(
         InvalidArgument,
-        match="'Sequential' does not batch; 'Batch', 'ContinuousBatch', 'Speculative', 'TensorParallel', 'PipelineParallel' do",
+        match="'Sequential' does not batch; 'Batch', 'ContinuousBatch', 'Speculative', 'PipelineParallel', 'TensorParallel' do",
     ):
         FACTORY.create_batch_executor(config_of(llama, executor_type="Sequential"))
     for kind in ("Batch", "ContinuousBatch", "Speculative"):
@@ -306,6 +306,7 @@ def test_a_sequential_executor_runs_one_sequence(llama: Tiny) -> None:
 
 def test_a_batch_executor_runs_a_batch_to_its_end(llama: Tiny) -> None:
     ex = make_executor(llama, executor_type=ExecutorType.BATCH)
+    llm = LlmExecutor(ex)
     found = ex.capabilities()
     assert (found.supports_dynamic_batching, found.supports_continuous_batching) == (True, False)
     a, b, c = (out.kv_cache for out in ex.batch_prefill([prompt([n]) for n in (1, 2, 3)]))
@@ -317,6 +318,8 @@ def test_a_batch_executor_runs_a_batch_to_its_end(llama: Tiny) -> None:
         lambda: ex.decode(token(a, 1)),
         lambda: ex.forward_verify([token(a, 1)]),
         lambda: ex.speculative_decode(token(a, 1), [2], 0.0),
+        lambda: llm.step(inputs([1]), a),
+        lambda: llm.sample_tokens(2, inputs([1]), b.cache),
     ):
         with refused(Unsupported, ex, *caches, match="'Batch'"):
             call()
@@ -345,12 +348,14 @@ def test_equal_beginnings_share_pages(tiny: Tiny) -> None:
     ex = make_executor(tiny, share_prefixes=True, prefill_chunk_size=5)
     ids = some_ids(30)
     first = ex.prefill(prompt(ids, logits="last"))
-    used, ran = ex.pool.used_pages, []
+    used, ran = ex.pool.state.num_used_pages, []
     execute = ex.pool.runner.execute
     ex.pool.runner.execute = lambda step, *rest: ran.append(step.num_tokens) or execute(step, *rest)  # type: ignore[func-returns-value, method-assign]
     again = ex.prefill(prompt(ids, logits="last"))
     assert_close(again.last_token_logits(), first.last_token_logits())
-    assert (sum(ran), ex.pool.used_pages) == (1, used + 1), "only the last token ran, on a copy of the last page"
+    assert (sum(ran), ex.pool.state.num_used_pages) == (1, used + 1), (
+        "only the last token ran, on a copy of the last page"
+    )
     ran.clear()
     partial = ex.prefill(prompt([*ids[:13], 7, 8], logits="last"))
     assert sum(ran) == 2, "a partial match is a partial hit"
@@ -386,7 +391,7 @@ def test_sharing_ends_with_the_caches_and_does_not_refuse(llama: Tiny) -> None:
         ex.prefill(prompt(some_ids(18, 1), logits="last"))
     for one in (handle, more.kv_cache):
         ex.release_cache(one.cache_id)
-    assert ex.pool.used_pages == 0
+    assert ex.pool.state.num_used_pages == 0
     assert ex.prefill(prompt(ids, logits="last")).kv_cache.sequence_length == 18
 
 
@@ -395,7 +400,7 @@ def test_the_configuration_turns_sharing_off(llama: Tiny) -> None:
         memory = MemoryConfig(enable_kv_cache_sharing=wanted)
         made = FACTORY.create_executor(config_of(llama, memory_config=memory))
         held = [made.prefill(prompt(some_ids(64), logits="last")).kv_cache for _ in range(2)]
-        assert made.pool.used_pages == (5 if wanted else 8)
+        assert made.pool.state.num_used_pages == (5 if wanted else 8)
         assert len(held) == 2
 
 

@@ -109,7 +109,7 @@ def test_clear(ex: Executor) -> None:
     assert cache.stats().blocks_allocated == 0
     assert same(content(copy), before)
     del copy
-    assert ex.pool.used_pages == 0
+    assert ex.pool.state.num_used_pages == 0
 
 
 def test_select_every_row(llama: Tiny, ex: Executor) -> None:
@@ -181,13 +181,13 @@ def test_copies_of_a_long_cache_take_no_page(llama: Tiny) -> None:
     state.begin_forward([cache.rows[0].seq], [length])
     state.end_forward(skipped=range(LAYERS))
     cache.rows[0].tokens, cache.rows[0].computed = TokenHistory(np.zeros(length)), length
-    used = ex.pool.used_pages
+    used = ex.pool.state.num_used_pages
     assert used == length // PAGE
     copies = [cache.deep_copy() for _ in range(20)]
     many = ex.create_kv_cache(batch_size=8)
     many.broadcast_and_copy_from(cache)
     cache.select_and_copy_from(many, 3)
-    assert ex.pool.used_pages == used
+    assert ex.pool.state.num_used_pages == used
     assert state.sequences.num_splits == 0
     assert many.lengths == (length,) * 8
     assert copies[0].length == length
@@ -215,10 +215,10 @@ def test_pages_return_with_the_last_reference(ex: Executor) -> None:
     handle = ex.decode(token(cache, 1)).kv_cache
     del cache
     gc.collect()
-    assert ex.pool.used_pages == 3, "the handle holds its cache"
+    assert ex.pool.state.num_used_pages == 3, "the handle holds its cache"
     del handle
     gc.collect()
-    assert ex.pool.used_pages == 0
+    assert ex.pool.state.num_used_pages == 0
 
 
 def test_a_cache_that_dies_while_the_lock_is_held_is_freed_later(ex: Executor) -> None:
@@ -226,9 +226,9 @@ def test_a_cache_that_dies_while_the_lock_is_held_is_freed_later(ex: Executor) -
     with ex.lock:
         del cache
         gc.collect()
-        assert ex.pool.used_pages == 3, "this thread may be in the middle of something"
+        assert ex.pool.state.num_used_pages == 3, "this thread may be in the middle of something"
     ex.prefill(prompt([1])).kv_cache.cache.release()
-    assert ex.pool.used_pages == 0
+    assert ex.pool.state.num_used_pages == 0
 
 
 def test_released(ex: Executor) -> None:
@@ -241,6 +241,9 @@ def test_released(ex: Executor) -> None:
     assert fork.length == 2
     for call in (
         lambda: cache.length,
+        lambda: cache.adapters,
+        lambda: cache.positions(0),
+        lambda: cache.token_ids(0),
         lambda: cache.clear(),
         lambda: cache.deep_copy(),
         lambda: cache.resize(3),
@@ -252,6 +255,14 @@ def test_released(ex: Executor) -> None:
     ):
         with refused(NotFound, ex, fork, other, match="released"):
             call()
+
+
+def test_rows_that_do_not_exist(ex: Executor) -> None:
+    cache = filled(ex, [1], [2])
+    for row in (-1, 2):
+        for call in (cache.token_ids, cache.positions):
+            with refused(InvalidArgument, ex, cache, match="the cache has rows 0..1"):
+                call(row)
 
 
 def test_cuts_equal_a_list_of_all_of_them() -> None:

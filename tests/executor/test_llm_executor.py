@@ -25,6 +25,7 @@ from quire.base.errors import FailedPrecondition, InvalidArgument, NotFound, Qui
 from quire.base.sampling_params import SamplingParams
 from quire.contracts.executor import AudioData, ExecutorInputs, ModelAssets, TextData, VisionData
 from quire.executor.executor import Executor
+from quire.executor.handle import handle_of
 from quire.executor.llm_executor import LlmExecutor
 from quire.executor.request_sampling import ParamsSampling, draw_from
 
@@ -206,8 +207,9 @@ def test_refusals(llama: Tiny, ex: Executor, llm: LlmExecutor) -> None:
     with refused(InvalidArgument, ex, cache, match="one per row"):
         llm.sample_tokens_batch(1, inputs([1]), cache, sampling=[])
     two = llm.create_kv_cache(batch_size=2)
-    with refused(InvalidArgument, ex, two, match="one row"):
-        llm.sample_tokens(1, inputs([1], [2]), two)
+    for given in (two, handle_of(two)):
+        with refused(InvalidArgument, ex, two, match="one row"):
+            llm.sample_tokens(1, inputs([1], [2]), given)
     with refused(Unsupported, ex, cache):
         llm.load_lora(ModelAssets(path="nowhere"))
     before = cache.lengths
@@ -260,6 +262,10 @@ def test_seeded_sampling(ex: Executor) -> None:
     llm = LlmExecutor(ex)
     override = llm.sample_tokens(6, inputs([3]), llm.create_kv_cache(), sampling=params)
     assert [3, *override] == runs[0]
+    llm = LlmExecutor(ex, sampling=params)
+    for _ in range(2):
+        llm.sample_tokens(6, inputs([3]), llm.create_kv_cache())
+    assert len(llm._samplings[0].sampler.output) == 6, "a call keeps the tokens of no other"
     own = ParamsSampling(params, [3], vocab_size=VOCAB)
     assert [3, *LlmExecutor(ex).sample_tokens(6, inputs([3]), llm.create_kv_cache(), sampling=params)] == runs[0]
     assert own.uniform() != own.uniform()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -204,9 +207,9 @@ def test_truncate(llama: Tiny, ex: Executor) -> None:
     same = ex.truncate_kv(handle, 10)
     assert same.revision == handle.revision
     assert handle.is_valid
-    used = ex.pool.used_pages
+    used = ex.pool.state.num_used_pages
     short = ex.truncate_kv(handle, 4)
-    assert ex.pool.used_pages == used - 2
+    assert ex.pool.state.num_used_pages == used - 2
     assert short.sequence_length == 4
     assert not handle.is_valid
     for bad in (5, -1, "4", 4.0):
@@ -245,10 +248,10 @@ def test_handle_members(llama: Tiny, ex: Executor) -> None:
 def test_clone_is_a_fork(llama: Tiny, ex: Executor) -> None:
     ids = some_ids(6)
     base = ex.prefill(prompt(ids)).kv_cache
-    used = ex.pool.used_pages
+    used = ex.pool.state.num_used_pages
     clone = base.clone_handle()
     assert clone.cache_id != base.cache_id
-    assert ex.pool.used_pages == used
+    assert ex.pool.state.num_used_pages == used
     a = ex.decode(token(base, 1)).logits
     b = ex.decode(token(clone, 2)).logits
     assert_close(a[0], llama.logits([*ids, 1])[-1])
@@ -473,7 +476,7 @@ def test_no_leak_over_100_cycles(llama: Tiny) -> None:
             ex.release_cache(handle.cache_id)
         del handle, copy
     gc.collect()
-    assert ex.pool.used_pages == 0
+    assert ex.pool.state.num_used_pages == 0
     assert ex.pool.state.empty()
     assert len(ex.pool.caches) == 0
 
@@ -520,6 +523,28 @@ def test_shutdown_is_terminal(llama: Tiny) -> None:
     assert not ex.supports_batch_size(1)
 
 
+def test_what_waits_for_a_call_while_the_executor_is_shut_down(llama: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Capabilities are told in any state, and no batch is supported."""
+    ex, found = make_executor(llama), list[int]()
+    with ex.lock:
+        asking = threading.Thread(target=lambda: found.append(ex.capabilities().max_batch_size))
+        asking.start()
+        while not ex._operations.busy:
+            time.sleep(0.001)
+        ex.shutdown()
+    asking.join()
+    assert found == [64]
+
+    @contextmanager
+    def waiting() -> Iterator[None]:
+        other.pool.close()
+        yield
+
+    other = make_executor(llama)
+    monkeypatch.setattr(other, "lock", waiting())
+    assert not other.supports_batch_size(1)
+
+
 def test_concurrent_calls_do_not_disturb_each_other(llama: Tiny, ex: Executor) -> None:
     failures: list[BaseException] = []
 
@@ -542,7 +567,7 @@ def test_concurrent_calls_do_not_disturb_each_other(llama: Tiny, ex: Executor) -
     for thread in threads:
         thread.join()
     assert not failures
-    assert ex.pool.used_pages == 0
+    assert ex.pool.state.num_used_pages == 0
     metrics = ex.metrics()
     assert (metrics.prefill_operations, metrics.decode_operations) == (6, 36)
 

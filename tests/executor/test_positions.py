@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -313,7 +314,7 @@ def test_files_say_where_tokens_stand_and_old_readers_refuse_them(ex: Executor, 
     ):
         with refused(kind, ex, other, match=match):
             other.load(rewritten(data, changes))
-    monkeypatch.setattr(ex.pool, "position_refusal", POSITIONS_OF_WINDOWS)
+    monkeypatch.setattr(ex.pool, "facts", replace(ex.pool.facts, position_refusal=POSITIONS_OF_WINDOWS))
     with refused(Unsupported, ex, other, match="not their indices: a window"):
         other.load(data)
 

@@ -210,11 +210,13 @@ def test_what_would_be_given_back_is_room(llama: Tiny) -> None:
         session.append(some_ids(30, 1))
         session.generate(params)
         ex = llm.executor
-        held, free = ex.pool.used_pages, ex.pool.state.num_available_pages()
+        held, free = ex.pool.state.num_used_pages, ex.pool.state.num_available_pages()
         assert free < 2
         assert ex.supports_batch_size(5)
         assert not ex.supports_batch_size(5, 17)
-        assert (ex.pool.used_pages, ex.pool.state.num_available_pages()) == (held, free), "asking gives nothing up"
+        assert (ex.pool.state.num_used_pages, ex.pool.state.num_available_pages()) == (held, free), (
+            "asking gives nothing up"
+        )
         pinned = llm.session(pin=True)
         pinned.append(some_ids(30, 2))
         pinned.generate(params)

@@ -59,13 +59,13 @@ def test_loading_replaces_content(ex: Executor) -> None:
     source, target = filled(ex, some_ids(6)), filled(ex, some_ids(9, 4))
     handle = ex.truncate_kv(target, 9)
     fork = target.deep_copy()
-    before, used = content(fork), ex.pool.used_pages
+    before, used = content(fork), ex.pool.state.num_used_pages
     target.load(source.serialize())
     assert not handle.is_valid
     assert same(content(fork), before)
-    assert ex.pool.used_pages == used + 2
+    assert ex.pool.state.num_used_pages == used + 2
     target.load(bytearray(source.serialize()))
-    assert ex.pool.used_pages == used + 2
+    assert ex.pool.state.num_used_pages == used + 2
 
 
 @pytest.mark.slow

@@ -138,7 +138,7 @@ def test_refusals(ex: Executor) -> None:
     for threshold in (-0.1, 1.1, math.nan, math.inf, "1", None, True):
         with refused(InvalidArgument, ex, cache, match="acceptance_threshold"):
             ex.speculative_decode(token(handle, 1), [3], threshold)  # type: ignore[arg-type]
-    for drafts in ([VOCAB], [-1], [1.5], ["3"]):
+    for drafts in ([VOCAB], [-1], [10**30], [1.5], ["3"]):
         with refused(InvalidArgument, ex, cache):
             ex.speculative_decode(token(handle, 1), drafts, 0.5)  # type: ignore[arg-type]
     state = sampling.sampler._generator.get_state()  # type: ignore[union-attr]

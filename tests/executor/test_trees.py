@@ -132,20 +132,20 @@ def test_what_drops_a_tree(llama: Tiny, ex: Executor) -> None:
 def test_pages_of_trees_come_back(llama: Tiny) -> None:
     ex = make_executor(llama)
     start = ex.prefill(prompt(some_ids(6))).kv_cache
-    used = ex.pool.used_pages
+    used = ex.pool.state.num_used_pages
     verify(ex, start, some_ids(20), tuple(range(-1, 19)))
-    assert ex.pool.used_pages > used
+    assert ex.pool.state.num_used_pages > used
     ex.truncate_kv(start, 5)
-    assert ex.pool.used_pages == used
+    assert ex.pool.state.num_used_pages == used
     outputs = verify(ex, start.cache, some_ids(20), tuple(range(-1, 19)))
     ex.release_cache(start.cache_id)
-    assert ex.pool.used_pages == 0
+    assert ex.pool.state.num_used_pages == 0
     assert not outputs[0].kv_cache.is_valid
     start = ex.prefill(prompt(some_ids(6))).kv_cache
     verify(ex, start, [1], (-1,))
     del start, outputs
     gc.collect()
-    assert ex.pool.used_pages == 0
+    assert ex.pool.state.num_used_pages == 0
     assert ex.pool.state.empty()
 
 

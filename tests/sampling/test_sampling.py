@@ -799,7 +799,9 @@ def test_a_refused_batch_leaves_no_trace(z: Tensor, count: int, banned: list[lis
         ([0.5], {}, "prompt.*float64"),
         ([[1]], {}, "prompt"),
         ([], {"logit_bias": {4: 1}}, "logit_bias.*got 4"),
+        ([], {"logit_bias": {2**63: 1}}, "logit_bias.*got 9223372036854775808"),
         ([], {"stop_token_ids": [9]}, "stop_token_ids.*got 9"),
+        ([], {"stop_token_ids": [2**63]}, "stop_token_ids.*got 9223372036854775808"),
         ([], {"logprobs": 5}, "logprobs.*4, got 5"),
     ],
 )

@@ -23,10 +23,10 @@ from quire.blend.chunk_matching import LEAST, MOST
 from quire.blend.token_sums import Ids, TokenSums
 from quire.contracts.kv_state import ModelState, TensorPlan
 from quire.contracts.layers import LatentAttention
-from quire.contracts.store import Blob, ObjectKey
+from quire.contracts.store import ObjectKey
 from quire.statefile.container import StateFile
 from quire.store.keys import root_key
-from quire.store.objects import Contents, pack, read_tensors, tensor_name, unpack
+from quire.store.objects import Contents, pack, read_tensors, tensor_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +123,6 @@ class ChunkLayout:
         plan = {layer: self.plan(layer, ids_n.size) for layer in self.layers}
         tensors = ((tensor_name(layer, name), one) for layer in self.layers for name, one in rows[layer].items())
         return pack(keys.key(ids_n), keys.contents(ids_n), plan, tensors)
-
-    def open(self, key: ObjectKey, contents: Contents, blob: Blob) -> StateFile:
-        """Open the object of a chunk without reading its tensors. Raise ``Unfit``."""
-        return unpack(key, contents, blob)
 
     def end(self, file: StateFile, layer: int) -> int:
         """Return the number of leading bytes of the object that hold a layer and all layers before

@@ -68,7 +68,8 @@ class BlendedForward:
             for count, one in zip(counts, chunks, strict=True)
         ]
         rows = [None if one is None else one.rows for one in chunks]
-        self._selection = Selection(policy, counts, np.concatenate(valid), rows)
+        self._valid_T = np.concatenate(valid)
+        self._selection = Selection(policy, counts, self._valid_T, rows)
         self._narrowed = False
         self.scores_C: NDArray[np.float32] | None = None
         """The scores by which rows were selected, one for each of the ``num_scored`` candidates;

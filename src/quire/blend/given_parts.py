@@ -16,6 +16,7 @@ from torch import Tensor
 
 from quire.base.blend_inputs import BlendedChunk
 from quire.base.errors import BlendLoadError, InvalidArgument
+from quire.blend.chunks import ChunkLayout
 from quire.blend.forward import BlendedForward, ProjectionPass, RowSource, project
 from quire.blend.rows_task import RowsPiece
 from quire.blend.selection import BlendPolicy
@@ -36,12 +37,12 @@ def checked_part(name: str, given: object, verb: str) -> Any:
 class RetrievedRows:
     """The rows of one prompt found by a ``BlendRetriever``, in pieces."""
 
-    def __init__(self, task: BlendRetrieverTask, length: int) -> None:
-        """``length``: N. ``InvalidArgument``: a mask of another length."""
+    def __init__(self, task: BlendRetrieverTask, length: int, layout: ChunkLayout) -> None:
+        """``length``: N. ``layout``: of the rows. ``InvalidArgument``: a mask of another length."""
         mask = torch.as_tensor(task.valid_mask).cpu()
         if mask.shape != (length,):
             raise InvalidArgument(field="valid_mask", given=list(mask.shape), allowed=f"[{length}]")
-        self._task, self._length = task, length
+        self._task, self._length, self._layout = task, length, layout
         self.valid_mask = (mask != 0).int()
         self.tokens_by_tier = {"retriever": int(self.valid_mask.sum())}
 
@@ -53,8 +54,14 @@ class RetrievedRows:
             return []
         if found.k is None or found.v is None:
             raise BlendLoadError(f"layer {layer_id}: the retriever gave no rows, and {valid.sum()} were promised")
-        k_NHD, v_NHD = (self._by_token(layer_id, one) for one in (found.k, found.v))
+        plan = self._layout.plan(layer_id, self._length)
+        wanted = self._layout.split(
+            layer_id, {name: torch.empty(one.shape, device="meta") for name, one in plan.items()}
+        )
+        k_NHD, v_NHD = (_by_token(layer_id, *one) for one in zip((found.k, found.v), wanted, strict=True))
         origins = torch.as_tensor(found.original_positions).cpu().numpy()
+        if origins.shape != (self._length,) or origins[valid].min() < 0:
+            raise BlendLoadError(f"layer {layer_id}: original_positions must be [{self._length}], >= 0 at valid rows")
         breaks = np.flatnonzero((np.diff(valid.astype(np.int8)) != 0) | (np.diff(origins) != 1)) + 1
         edges = [0, *breaks.tolist(), self._length]
         return [
@@ -63,17 +70,19 @@ class RetrievedRows:
             if valid[start]
         ]
 
-    def _by_token(self, layer_id: int, rows: Tensor) -> Tensor:
-        """Return rows ``[N, H, D]`` of either order."""
-        if rows.dim() == 3 and self._length in rows.shape[:2]:
-            return rows if rows.shape[0] == self._length else rows.transpose(0, 1)
-        raise BlendLoadError(
-            f"layer {layer_id}: the retriever gave rows {list(rows.shape)}; [{self._length}, heads, columns] was expected"
-        )
-
     def close(self) -> None:
         """Close the task."""
         self._task.close()
+
+
+def _by_token(layer_id: int, rows: Tensor, like: Tensor) -> Tensor:
+    """Return rows of either order as ``[N, H, D]``, the shape of ``like``."""
+    for one in (rows, rows.transpose(0, 1)) if rows.dim() == 3 and rows.is_floating_point() else ():
+        if one.shape == like.shape:
+            return one
+    raise BlendLoadError(
+        f"layer {layer_id}: the retriever gave {rows.dtype} {list(rows.shape)}; floating {list(like.shape)} was expected"
+    )
 
 
 class ExecutedForward(BlendedForward):
@@ -91,9 +100,6 @@ class ExecutedForward(BlendedForward):
         super().__init__(state, BlendPolicy(min_tokens=0), tables, counts, chunks, sources)
         self._executor = executor
         self._alive: NDArray[np.int64] = np.arange(int(self._starts[-1]))
-        self._valid_T = np.concatenate(
-            [np.zeros(n, dtype=np.bool_) if one is None else one.valid_n for n, one in zip(counts, chunks, strict=True)]
-        )
 
     @property
     def alive(self) -> NDArray[np.int64]:

@@ -34,7 +34,7 @@ from quire.blend.rows_task import Order, RowsPiece, RowsTask
 from quire.blend.token_sums import Ids
 from quire.contracts.store import ObjectKey
 from quire.statefile.container import StateFile, header_size
-from quire.store.objects import Contents
+from quire.store.objects import Contents, unpack
 from quire.store.records import Unfit
 from quire.store.stack import Found
 
@@ -274,7 +274,7 @@ class ChunkTask(RowsTask):
                     continue
                 one.tier = found.tier
                 try:
-                    one.file = self._layout.open(one.key, one.contents, found.blob)
+                    one.file = unpack(one.key, one.contents, found.blob)
                 except Unfit as error:
                     lost[self._damaged(one, error)] = one
             self._require_all(lost)

@@ -1,4 +1,4 @@
-"""``RowSources``: what the blended steps of a runner name."""
+"""``RowSources``: the cached rows that blended steps name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from quire.ops.rope import RotaryTable
 
 
 class RowSources:
-    """The cached rows that steps of one runner name, and what chooses among them."""
+    """The sources of cached rows that steps of one runner name, and the caller's executor, if there
+    is one."""
 
     def __init__(self, state: ModelState, all_reduce: Callable[[Tensor], Tensor] | None = None) -> None:
         """``all_reduce`` sums a tensor over the ranks that divide the model; None: it is whole."""

@@ -1,4 +1,4 @@
-"""``SequenceRetriever``: rows of a live sequence as a source of blending, without a store."""
+"""``SequenceTask``: rows of a live sequence as a source of blending, without a store."""
 
 from __future__ import annotations
 
@@ -24,7 +24,25 @@ class Move(NamedTuple):
 class SequenceTask(RowsTask):
     """``BlendRetrieverTask`` over a live sequence. Each call reads its rows."""
 
-    def __init__(self, layout: ChunkLayout, export: Export, length: int, moves: Sequence[Move], order: Order) -> None:
+    def __init__(
+        self, layout: ChunkLayout, export: Export, length: int, moves: Sequence[Move], order: Order = "NHD"
+    ) -> None:
+        """Make a task over a prompt of ``length`` tokens, with only the moved rows valid.
+        ``export`` must stay readable until ``close`` (see ``Export``).
+
+        ``InvalidArgument``: moves that overlap, leave the prompt, or name rows that some layer of
+        the sequence does not hold.
+        """
+        end = 0
+        for one in sorted(moves):
+            if one.length < 1 or one.start < end or one.start + one.length > length or one.source < 0:
+                allowed = f"rows of their own within 0..{length - 1}, from positions of the sequence"
+                raise InvalidArgument(field="moves", given=one, allowed=allowed)
+            end = one.start + one.length
+            for layer in layout.layers:
+                held = export.held(layer)
+                if not any(part.start <= one.source and one.source + one.length <= part.stop for part in held):
+                    raise InvalidArgument(field="moves", given=one, allowed=f"rows that layer {layer} holds: {held}")
         super().__init__(layout, length, moves, order)
         self._export: Export | None = export
         self._moves = sorted(moves)
@@ -43,27 +61,3 @@ class SequenceTask(RowsTask):
     def close(self) -> None:
         """Release the export. Closing again does nothing."""
         self._export = None
-
-
-class SequenceRetriever:
-    """The rows of one sequence."""
-
-    def __init__(self, layout: ChunkLayout, export: Export, *, order: Order = "NHD") -> None:
-        """``export`` must stay readable until the tasks are closed (see ``Export``)."""
-        self._layout, self._export, self._order = layout, export, order
-
-    def new_task(self, length: int, moves: Sequence[Move]) -> SequenceTask:
-        """Return a task over a prompt of ``length`` tokens, with only the moved rows valid.
-        ``InvalidArgument``: moves that overlap, leave the prompt, or name rows that some layer of
-        the sequence does not hold."""
-        end = 0
-        for one in sorted(moves):
-            if one.length < 1 or one.start < end or one.start + one.length > length or one.source < 0:
-                allowed = f"rows of their own within 0..{length - 1}, from positions of the sequence"
-                raise InvalidArgument(field="moves", given=one, allowed=allowed)
-            end = one.start + one.length
-            for layer in self._layout.layers:
-                held = self._export.held(layer)
-                if not any(part.start <= one.source and one.source + one.length <= part.stop for part in held):
-                    raise InvalidArgument(field="moves", given=one, allowed=f"rows that layer {layer} holds: {held}")
-        return SequenceTask(self._layout, self._export, length, moves, self._order)

@@ -33,7 +33,7 @@ class AttentionParts(NamedTuple):
 
 
 class StackParts(NamedTuple):
-    """What a call over blocks that run one after the other needs of a KV state."""
+    """The inputs from a KV state of a call over consecutive blocks."""
 
     layers: NDArray[np.int64]
     forwards: NDArray[np.int64]

@@ -28,5 +28,5 @@ class Channel(Protocol):
         that it had sent was received."""
 
     def close(self) -> None:
-        """Close this end, once what was sent has left or cannot leave. A second call does
+        """Close this end, after all sent messages have left or failed to leave. A second call does
         nothing."""

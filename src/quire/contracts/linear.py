@@ -75,7 +75,7 @@ class CodeRows:
     name: str = ""
     """Of the tensor, in errors."""
     unit: float = 1.0
-    """What all scales are multiplied by, before the product is rounded to float32."""
+    """Factor of all scales; each product is rounded to float32."""
 
     def fits(self, least: int, most: int) -> bool:
         """Return True if all codes are within these bounds."""

@@ -56,7 +56,7 @@ class Line(Protocol):
         change until ``finish_sends``."""
 
     def receive_scores(self, count: int) -> Tensor:
-        """Return float32 ``[count]``, what the stage before gave; not on the first stage."""
+        """Return the scores of the stage before, float32 ``[count]``; not on the first stage."""
 
     def send_scores(self, scores_N: Tensor) -> None:
         """Give the next stage float32 ``[N]``, as for ``send``."""
@@ -201,9 +201,9 @@ class Stages:
     owners: Mapping[int, int]
     """By layer id the stage that holds it."""
     width: int
-    """Columns of what goes from stage to stage."""
+    """Columns of the rows that go from stage to stage."""
     dtype: torch.dtype
-    """Its type."""
+    """Dtype of these rows."""
 
     @property
     def own(self) -> range:

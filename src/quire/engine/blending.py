@@ -35,7 +35,7 @@ from quire.blend.chunks import ChunkKeys, ChunkLayout
 from quire.blend.given_parts import RetrievedRows
 from quire.blend.retriever import ChunkRetriever, ChunkTask
 from quire.blend.rows_task import RowsTask
-from quire.blend.sequence_rows import Move, SequenceRetriever
+from quire.blend.sequence_rows import Move, SequenceTask
 from quire.blend.unmarked_text import SeenText, content_cuts, gaps
 from quire.branches.branch import Branch
 from quire.branches.stored_state import StoredState
@@ -377,7 +377,7 @@ class Blending:
         assert self.retriever is not None
         try:
             task = self.retriever.new_request(prompts, indices)
-            rows = RetrievedRows(task, blend.length)
+            rows = RetrievedRows(task, blend.length, self.layout)
         except Exception as error:
             logger.warning("the blend retriever failed; the prompt is computed in full", exc_info=error)
             return f"the blend retriever failed: {type(error).__name__}"
@@ -400,10 +400,10 @@ class Blending:
         moves = [Move(one.start + move.start - move.source, one.start, len(one)) for one in held]
         if not moves:
             return None
-        rows, count = SequenceRetriever(self.layout, export), sum(map(len, held))
+        count = sum(map(len, held))
 
         def find(work: Branch, blend: PromptBlend) -> RowsTask:
-            task = rows.new_task(length, moves)
+            task = SequenceTask(self.layout, export, length, moves)
             if not windowed:
                 blend.exact = self._far_rows(task, move.source)
             return task

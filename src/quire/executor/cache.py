@@ -22,6 +22,7 @@ from quire.contracts.layers import KeyValueAttention
 from quire.executor import serialized
 from quire.executor.cache_pool import NO_PAGES, CachePool
 from quire.executor.cache_rows import CacheRows, locked
+from quire.executor.row import Row
 
 _TENSOR_NAME: Final = re.compile(r"kv_cache_[kv]_(0|[1-9][0-9]{0,8})")
 
@@ -51,22 +52,30 @@ class KVCache(CacheRows):
         return found is not None and isinstance(self.pool.facts.spec_of(int(found[1])), KeyValueAttention)
 
     @property
+    @locked
     def adapters(self) -> frozenset[int]:
         """Ids of the adapters, unloaded ones included, under which tokens ran; without the base
         model."""
         return frozenset(adapter for row in self.rows for adapter in row.runs.ids)
 
+    @locked
     def positions(self, row: int) -> Ids:
         """Return a copy of the rotation positions of a row's tokens. They are the indices unless
         ``position_ids`` were given."""
-        given = self.rows[row].positions
-        return np.arange(self.lengths[row]) if given is None else given.ids.copy()
+        found = self._row(row)
+        return np.arange(found.computed) if found.positions is None else found.positions.ids.copy()
 
+    @locked
     def token_ids(self, row: int) -> Ids | None:
         """Return a copy of the token ids of a row, or None if they are not known. The id of a
         placeholder is below -4 and computed from its data: equal ids mean equal content."""
-        held = self.rows[row].tokens
+        held = self._row(row).tokens
         return held.ids.copy() if held.is_known else None
+
+    def _row(self, index: int) -> Row:
+        if not 0 <= index < self.batch_size:
+            raise InvalidArgument(f"row {index} does not exist; the cache has rows 0..{self.batch_size - 1}")
+        return self.rows[index]
 
     @locked
     def read(self, layer: int, lengths: Sequence[int], *, values: bool) -> Tensor:
@@ -93,22 +102,18 @@ class KVCache(CacheRows):
             raise Unsupported(f"block_table: {NO_PAGES}")
         return [self.pool.state.page_table(row.seq) for row in self.rows]
 
+    @locked
     def stats(self) -> CacheHandleStats:
         """Return its present use of blocks, memory and tokens."""
-        blocks = memory = used = 0
-        with self.pool.lock:
-            self.require_live()
-            self.commit_chains()
-            for row in self.rows:
-                use = self.pool.state.sequence_use(row.seq)
-                blocks, used, memory = blocks + use.pages, used + use.rows, memory + use.num_bytes
-            tokens = sum(self.lengths)
+        self.commit_chains()
+        uses = [self.pool.state.sequence_use(row.seq) for row in self.rows]
+        blocks = sum(use.pages for use in uses)
         slots = blocks * self.pool.facts.page_size
         return CacheHandleStats(
-            memory_bytes=memory,
+            memory_bytes=sum(use.num_bytes for use in uses),
             blocks_allocated=blocks,
-            tokens_stored=tokens,
-            utilization=used / slots if slots else 0.0,
+            tokens_stored=sum(self.lengths),
+            utilization=sum(use.rows for use in uses) / slots if slots else 0.0,
             last_access=self.last_access,
         )
 
@@ -177,11 +182,10 @@ class KVCache(CacheRows):
         origins = [source.rows[index] for index in indices]
         self.replace_content([row.like(self.pool.fork_of(row.seq)) for row in origins])
 
+    @locked
     def serialize(self) -> bytes:
-        with self.pool.lock:
-            self.require_live()
-            self.commit_chains()
-            return serialized.dump(self)
+        self.commit_chains()
+        return serialized.dump(self)
 
     def load(self, data: bytes | bytearray | memoryview, *, convert_dtype: bool = False) -> None:
         # A session's file may have tokens that must be run, so it is a call of the executor.

@@ -46,9 +46,6 @@ class CachePool(BranchOwner):
     def __init__(self, runner: Runner, facts: ModelFacts, lock: Lock) -> None:
         state = runner.state
         self.facts = facts
-        # Also used outside of executor and branches.
-        self.identity, self.vocab_size, self.page_size = facts.identity, facts.vocab_size, facts.page_size
-        self.max_model_len, self.position_refusal = facts.max_model_len, facts.position_refusal
         self.lock = lock
         self.caches: WeakValueDictionary[str, PooledCache] = WeakValueDictionary()
         self.peak_bytes = 0
@@ -115,7 +112,7 @@ class CachePool(BranchOwner):
         """Return True if ``rows`` new rows of ``tokens`` fit the pages and states that are free or
         could be given up. Gives up nothing. States that only save work count as taken. Call it
         under the lock."""
-        if rows < 1 or not 1 <= tokens <= self.max_model_len:
+        if rows < 1 or not 1 <= tokens <= self.facts.max_model_len:
             return False
         self.sweep()
         kept = self.facts.row_window
@@ -188,19 +185,14 @@ class CachePool(BranchOwner):
             if not self.make_room():
                 free = self.state.num_available_pages()
                 raise ResourceExhausted(
-                    f"{what} needs {pages} pages of {self.page_size} tokens and {free} of {self.state.num_pages} are free; "
+                    f"{what} needs {pages} pages of {self.facts.page_size} tokens and {free} of {self.state.num_pages} are free; "
                     "release or clear caches"
                 )
 
     @property
-    def used_pages(self) -> int:
-        """Pages of the runner that are in use by any owner; 0 after shutdown. Needs no lock."""
-        runner = self._runner
-        return 0 if runner is None else runner.state.num_used_pages
-
-    @property
     def used_bytes(self) -> int:
-        """Bytes of these pages and of the recurrent states in use."""
+        """Bytes of the runner's pages and recurrent states that are in use by any owner; 0 after
+        shutdown. Needs no lock."""
         runner = self._runner
         return 0 if runner is None else runner.state.num_used_bytes
 

@@ -219,12 +219,8 @@ class CacheRows(Uncopied):
         known tokens can reach.
         """
         found = self.commit_chains()
-        state = self.pool.state
         for row in self.rows:
-            if not (held := state.checkpoints(row.seq)):
-                row.mark = None
-                continue
-            for position in held:
+            for position in self.pool.state.checkpoints(row.seq):
                 if position == row.mark or not replay_refusal(row, 0, position, self.pool.adapter_ids):
                     self.pool.apply(DropCheckpoint(row.seq, position))
                     found += 1

@@ -14,8 +14,9 @@ from functools import partial
 import numpy as np
 from torch import Tensor
 
-from quire.base.errors import Cancelled, ResourceExhausted
+from quire.base.errors import Cancelled
 from quire.base.token_history import Ids
+from quire.branches.owner import replay_refusal
 from quire.executor.acceptance import AcceptResult
 from quire.executor.cache import KVCache
 from quire.executor.cache_pool import CachePool
@@ -154,12 +155,16 @@ def sample_with_drafts(
     """
     pool = cache.pool
     drawn: list[list[int]] = [[] for _ in tokens]
-    everything = make(range(len(tokens)), [num_steps] * len(tokens))
-    for part in everything:
-        part.require_limits(pool.facts)
-    if missing := pool.missing_pages([part.row.seq for part in everything], [num_steps] * len(tokens)):
-        raise ResourceExhausted(f"no room for the call: {missing} pages are missing; release or clear caches")
-    starts = cache.lengths
+    with Transaction(pool, make(range(len(tokens)), [num_steps] * len(tokens)), operation, several=True):
+        pass  # there is room for all steps
+    starts, capacity = cache.lengths, cache.capacity
+    # Forks hold what no rewind brings back: tokens that windows let go of, and recurrent states
+    # without a replay.
+    on_forks = pool.facts.is_windowed or any(
+        row.window is not None or (pool.facts.recurrent_ids and replay_refusal(row, 0, row.computed, pool.adapter_ids))
+        for row in cache.rows
+    )
+    before = pool.fork_rows(cache.rows, starts) if on_forks else []
     for row in cache.rows:
         cache.mark(row)
     try:
@@ -171,8 +176,14 @@ def sample_with_drafts(
             [token for row in drawn for token in row],
         ) from None
     except BaseException:
+        for index, (row, start) in enumerate(zip(cache.rows, starts, strict=True) if on_forks else ()):
+            row.seq, before[index] = before[index], row.seq
+            cache.mark_cut(row, start)
         truncate(cache, starts, operation)
+        cache.capacity = capacity
         raise
+    finally:
+        pool.remove(*before)
     return drawn
 
 

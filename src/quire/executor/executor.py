@@ -19,7 +19,14 @@ from torch import Tensor
 
 from quire.adapters.assets import read_assets
 from quire.base.config import MODALITIES
-from quire.base.errors import Cancelled, FailedPrecondition, InvalidArgument, ResourceExhausted, Unsupported
+from quire.base.errors import (
+    Cancelled,
+    FailedPrecondition,
+    InvalidArgument,
+    QuireError,
+    ResourceExhausted,
+    Unsupported,
+)
 from quire.base.interrupts import SHIELD, Lock
 from quire.base.metrics import OperationMetrics
 from quire.base.process_exit import end_with_process
@@ -53,7 +60,6 @@ from quire.executor.arguments import (
     distinct_items,
     naming_item,
     prefill_item,
-    require_adapter,
     require_together,
     resolve_cache,
     union,
@@ -228,7 +234,7 @@ class Executor(Uncopied):
             items, tree = verification.checked_items(self.pool, inputs, parents)
             if not items:
                 return []
-            self._require_whole_batch([item.cache for item in items[:1]], "forward_verify")
+            executor_types.require_whole(self.executor_type, [item.cache for item in items[:1]], "forward_verify")
             watch = Stopwatch(self.pool.facts.device)
             outputs = verification.verify(self.pool, items, tree, operation)
             self.operation_metrics.record_decode(1, watch.seconds(), 1)
@@ -312,7 +318,7 @@ class Executor(Uncopied):
         """Verify the drafts of checked items in one forward; None: those of the proposer."""
         acceptance.check_threshold(threshold)
         self._require_batch(sum(item.batch_size for item in items), operation.verb)
-        self._require_whole_batch([item.cache for item in items], operation.verb)
+        executor_types.require_whole(self.executor_type, [item.cache for item in items], operation.verb)
         require_together(self.pool, items)
         certain, drafts = draft_tokens is None, [Draft()] * len(items)
         if draft_tokens is None:
@@ -423,7 +429,7 @@ class Executor(Uncopied):
         self._require_batch(sum(sizes), operation.verb)
         require_together(self.pool, items)
         placed = [(item, item.cache) for item in items if item.cache is not None]
-        self._require_whole_batch([cache for _, cache in placed], operation.verb)
+        executor_types.require_whole(self.executor_type, [cache for _, cache in placed], operation.verb)
         watch = Stopwatch(self.pool.facts.device)
         with Transaction(self.pool, rows_to_extend(placed, operation.verb), operation) as work:
             tokens = [ids for item in items for ids in item.tokens]
@@ -432,10 +438,6 @@ class Executor(Uncopied):
         outputs = [decode_output(item, handle_of(cache), [next(rows) for _ in item.tokens]) for item, cache in placed]
         self.operation_metrics.record_decode(sum(sizes), watch.seconds(), sum(sizes))
         return outputs
-
-    def _require_whole_batch(self, caches: Sequence[KVCache | None], verb: str) -> None:
-        if self.executor_type is ExecutorType.BATCH:
-            executor_types.require_whole([cache for cache in caches if cache is not None], verb)
 
     # -- adapters ----------------------------------------------------------------------------------
 
@@ -453,7 +455,6 @@ class Executor(Uncopied):
         of the runner need it."""
         with self.operation("unload_lora"):
             self._require_adapters("unload_lora")
-            require_adapter(self.pool, lora_id)
             self.pool.runner.adapters.unload(lora_id)
 
     def _require_adapters(self, verb: str) -> None:
@@ -518,11 +519,12 @@ class Executor(Uncopied):
     def supports_batch_size(self, batch_size: int, sequence_length: int = 1) -> bool:
         """See ``ModelExecutor``. Counts memory of activations if measured. Waits for the running
         call."""
-        if batch_size > self.max_batch_size or self.pool.runner_or_none is None:
-            return False
         with self.lock:
-            return self.pool.has_room(batch_size, sequence_length) and warmup.fits(
-                self._activations, batch_size, self.pool.facts.device
+            return (
+                batch_size <= self.max_batch_size
+                and self.pool.runner_or_none is not None
+                and self.pool.has_room(batch_size, sequence_length)
+                and warmup.fits(self._activations, batch_size, self.pool.facts.device)
             )
 
     def optimal_batch_size(self, sequence_length: int = 1) -> int:
@@ -541,9 +543,12 @@ class Executor(Uncopied):
     def capabilities(self) -> ExecutorCapabilities:
         """See ``ModelExecutor``. The first call measures memory of activations. So it runs a few
         short forwards and waits for a running call."""
-        if self.is_usable:
+        try:
             with self.operation("capabilities"):
                 self._measure()
+        except QuireError:
+            if self.is_usable:
+                raise
         return reports.capabilities(
             self.pool.facts, self.max_batch_size, self.executor_type, self.modalities, self._activations
         )

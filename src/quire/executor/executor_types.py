@@ -1,4 +1,4 @@
-"""The types of executors: which types can be made, and which caches must run together.
+"""The types of executors, and the caches that must run together.
 
 Each cache keeps the set of caches that were prefilled with it; an executor stores nothing about
 them.
@@ -12,15 +12,6 @@ from weakref import WeakSet
 from quire.base.errors import InvalidArgument, Unsupported
 from quire.contracts.executor import ExecutorType
 from quire.executor.cache import KVCache
-
-BATCHING_TYPES = (
-    ExecutorType.BATCH,
-    ExecutorType.CONTINUOUS_BATCH,
-    ExecutorType.SPECULATIVE,
-    ExecutorType.TENSOR_PARALLEL,
-    ExecutorType.PIPELINE_PARALLEL,
-)
-SUPPORTED_TYPES = (ExecutorType.SEQUENTIAL, *BATCHING_TYPES)
 
 UNDIVIDED = (
     "this runner holds all heads; executor_type 'TensorParallel' divides them, or tensor_parallel_size of an LLM"
@@ -49,9 +40,12 @@ def join(caches: Sequence[KVCache]) -> None:
         cache.batch = together
 
 
-def require_whole(caches: Sequence[KVCache], verb: str) -> None:
-    """Raise ``Unsupported`` unless these are exactly the caches of one batch that are not
-    released."""
+def require_whole(kind: ExecutorType, given: Sequence[KVCache | None], verb: str) -> None:
+    """Raise ``Unsupported`` if the type is Batch, unless these are exactly the caches of one batch
+    that are not released."""
+    if kind is not ExecutorType.BATCH:
+        return
+    caches = [cache for cache in given if cache is not None]
     first = caches[0].batch if caches else None
     if len(caches) == 1 and first is None:
         return

@@ -23,7 +23,7 @@ from quire.contracts.kv_state import ModelState
 from quire.contracts.layers import KeyValueAttention, LatentAttention
 from quire.contracts.ranks import Grid
 from quire.executor.executor import Executor
-from quire.executor.executor_types import BATCHING_TYPES, SUPPORTED_TYPES, check_type
+from quire.executor.executor_types import check_type
 from quire.executor.reports import computable_dtypes, dtype_name, mechanism_of
 from quire.models.catalogue import HUB_NAME, bundled_models
 from quire.models.families import family_of, is_foreign
@@ -88,8 +88,8 @@ class Factory:
     def create_batch_executor(self, config: ExecutorConfig) -> Executor:
         """See ``ExecutorFactory``."""
         choices = self.choices(config)
-        if choices.executor_type not in BATCHING_TYPES:
-            kinds = ", ".join(repr(kind.value) for kind in BATCHING_TYPES)
+        if choices.executor_type is ExecutorType.SEQUENTIAL:
+            kinds = ", ".join(repr(kind.value) for kind in ExecutorType if kind is not ExecutorType.SEQUENTIAL)
             raise InvalidArgument(f"executor_type {config.executor_type!r} does not batch; {kinds} do")
         return self._make(config, choices)
 
@@ -100,7 +100,7 @@ class Factory:
 
     def supported_types(self) -> list[ExecutorType]:
         """See ``ExecutorFactory``."""
-        return list(SUPPORTED_TYPES)
+        return list(ExecutorType)
 
     def choices(self, config: ExecutorConfig) -> Choices:
         """Check everything that can be checked without loading; return the choices."""

@@ -103,14 +103,14 @@ class Handle:
     def require_valid(self) -> None:
         """Raise ``NotFound`` if the cache was released, ``InvalidArgument`` for a stale handle."""
         self.cache.require_live()
-        if self.pending is not None and self._is_stale():
-            raise InvalidArgument(
-                f"the handle of {self.cache_id} is stale: its tree was committed or dropped; use the newest handle"
-            )
         if self._is_stale():
+            reason = (
+                "its tree was committed or dropped; use the newest handle"
+                if self.pending is not None
+                else "its tokens were rewound or replaced; use the newest handle, or clone_handle before branching"
+            )
             raise InvalidArgument(
-                f"the handle of {self.cache_id} with length {self.sequence_length} is stale: its tokens were rewound or replaced; "
-                "use the newest handle, or clone_handle before branching"
+                f"the handle of {self.cache_id} with length {self.sequence_length} is stale: {reason}"
             )
 
     def key_cache(self, layer: int) -> Tensor:

@@ -17,20 +17,23 @@ from quire.base.errors import Cancelled, InvalidArgument, Unsupported
 from quire.base.sampling_params import SamplingParams
 from quire.base.signatures import checks_arguments
 from quire.base.token_history import Ids
+from quire.branches.extension import NOTHING
 from quire.branches.row_media import media_of_rows
 from quire.contracts.executor import CacheLike, ExecutorInputs, ModelAssets, RequestSampling
 from quire.executor.arguments import NO_MASKS, require_adapter, resolve_cache, to_ids
 from quire.executor.cache import KVCache
 from quire.executor.drafting import Drafting, sample_with_drafts
 from quire.executor.executor import Executor
+from quire.executor.executor_types import require_whole
 from quire.executor.forward_packing import Piece, stacked
+from quire.executor.handle import Handle
 from quire.executor.request_sampling import (
     Draw,
     ParamsSampling,
     check_params,
     check_steps,
     drawing,
-    history_for,
+    known_ids,
 )
 from quire.executor.row_extension import RowExtension, extensions, packed, require_vocabulary
 from quire.executor.running_calls import Operation, Stopwatch
@@ -113,7 +116,7 @@ class LlmExecutor:
     def step(self, inputs: ExecutorInputs, kv_cache: CacheLike, lora_id: int | None = None) -> Tensor:
         """See ``LlmExecutorInterface``."""
         with self.executor.operation("step") as operation:
-            tokens, cache, parts = self._decode_parts(inputs, kv_cache, lora_id, 1)
+            tokens, cache, parts = self._decode_parts(operation, inputs, kv_cache, lora_id, 1)
             watch = Stopwatch(self.executor.pool.facts.device)
             with Transaction(self.executor.pool, parts, operation) as work:
                 rows = work.run(tokens, ["last"] * len(tokens))
@@ -133,9 +136,9 @@ class LlmExecutor:
     ) -> list[int]:
         """See ``LlmExecutorInterface``. ``sampling`` may be ``SamplingParams`` of one call. More
         steps than a ``max_tokens`` that is not the default are refused."""
-        if isinstance(kv_cache, KVCache) and kv_cache.batch_size != 1:
+        if isinstance(kv_cache, KVCache | Handle) and (rows := len(kv_cache.lengths)) != 1:
             raise InvalidArgument(
-                f"sample_tokens takes a cache of one row, and this one has {kv_cache.batch_size}; use sample_tokens_batch"
+                f"sample_tokens takes a cache of one row, and this one has {rows}; use sample_tokens_batch"
             )
         choices = None if sampling is None else [sampling]
         return self._sample("sample_tokens", num_steps, inputs, kv_cache, lora_id, choices)[0]
@@ -163,7 +166,7 @@ class LlmExecutor:
     ) -> list[list[int]]:
         with self.executor.operation(verb) as operation:
             num_steps = check_integer(num_steps, f"{verb}: num_steps", 0)
-            tokens, cache, parts = self._decode_parts(inputs, kv_cache, lora_id, num_steps)
+            tokens, cache, parts = self._decode_parts(operation, inputs, kv_cache, lora_id, num_steps)
             for choice in [self.sampling] if sampling is None else sampling:
                 if isinstance(choice, SamplingParams):
                     check_steps(verb, num_steps, choice)
@@ -226,9 +229,10 @@ class LlmExecutor:
             return [parts[row] for row in rows]
 
         record, before = self.executor.operation_metrics.record_decode, cache.capacity
-        drawn = sample_with_drafts(drafting, num_steps, tokens, cache, make, draws, operation, record)
-        self._grow(cache, before)
-        return drawn
+        try:
+            return sample_with_drafts(drafting, num_steps, tokens, cache, make, draws, operation, record)
+        finally:
+            self._grow(cache, before)
 
     def _begin(
         self, inputs: ExecutorInputs, kv_cache: CacheLike, lora_id: int | None, tokens: Sequence[Ids]
@@ -245,7 +249,7 @@ class LlmExecutor:
         return cache, inputs.start_positions(lengths)
 
     def _decode_parts(
-        self, inputs: ExecutorInputs, kv_cache: CacheLike, lora_id: int | None, count: int
+        self, operation: Operation, inputs: ExecutorInputs, kv_cache: CacheLike, lora_id: int | None, count: int
     ) -> tuple[list[Ids], KVCache, list[RowExtension]]:
         if inputs.vision is not None or inputs.audio is not None:
             raise InvalidArgument("a decode step takes token ids only; give vision and audio data to prefill")
@@ -253,6 +257,7 @@ class LlmExecutor:
             raise InvalidArgument("Expect 1 token id for decode.")
         tokens = [to_ids(row) for row in inputs.text.token_rows()]
         cache, starts = self._begin(inputs, kv_cache, lora_id, tokens)
+        require_whole(self.executor.executor_type, [cache], operation.verb)
         return tokens, cache, extensions(cache, starts, [count] * len(tokens), adapter=lora_id)
 
     def _commit(self, work: Transaction, cache: KVCache) -> None:
@@ -278,21 +283,21 @@ class LlmExecutor:
             if not isinstance(choice, SamplingParams):
                 draws.append(drawing(choice))
                 continue
-            known = cache.token_ids(index)
-            past = None if known is None else np.concatenate((known[: part.start], tokens[index]))
-            past = None if past is None else past[past >= 0]  # placeholders of images have negative ids
-            history = history_for(choice, past)
+            history = NOTHING
+            if choice.repetition_penalty != 1.0:
+                past = np.concatenate((known_ids(cache.token_ids(index))[: part.start], tokens[index]))
+                history = past[past >= 0]  # placeholders of images have negative ids
             own = (
                 self._own_sampling(index, history) if sampling is None else self._make_sampling(choice, index, history)
             )
             draws.append(own.draw)
         return draws
 
-    def _make_sampling(self, params: SamplingParams, row: int, history: Ids | tuple[()] = ()) -> ParamsSampling:
+    def _make_sampling(self, params: SamplingParams, row: int, history: Ids = NOTHING) -> ParamsSampling:
         size = self.executor.pool.facts.vocab_size
         return ParamsSampling(params, history, vocab_size=size, index=row, entropy=self._entropy)
 
-    def _own_sampling(self, row: int, history: Ids | tuple[()]) -> ParamsSampling:
+    def _own_sampling(self, row: int, history: Ids) -> ParamsSampling:
         """Return the default sampling of a row: with its generator continued and its history
         replaced."""
         while len(self._samplings) <= row:

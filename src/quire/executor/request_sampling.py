@@ -18,7 +18,7 @@ from quire.base.sampling_params import SamplingParams
 from quire.base.signatures import checks_arguments
 from quire.base.token_history import Ids
 from quire.contracts.executor import RequestSampling
-from quire.sampling.request_sampler import RequestSampler, TokenCounts
+from quire.sampling.request_sampler import RequestSampler
 from quire.sampling.sampler import probabilities, sample
 
 Draw: TypeAlias = Callable[[Tensor], int]
@@ -87,22 +87,14 @@ class ParamsSampling:
             entropy.seed()
         self.params = check_params(params)
         self.sampler = RequestSampler(params, prompt_ids, vocab_size=vocab_size, index=index, entropy=entropy)
-        self.restart(prompt_ids)
 
     def restart(self, prompt_ids: Sequence[int] | Ids) -> None:
         """Begin another request with the same generator and only ``prompt_ids`` as history."""
-        self._observed: list[int] = []
-        self._prompt = np.asarray(prompt_ids, dtype=np.int64)
-        if self.params.needs_history:
-            # Only the repetition penalty counts tokens of the prompt; presence and frequency count
-            # output.
-            seen = self._prompt if self.params.repetition_penalty != 1.0 else self._prompt[:0]
-            self.sampler.counts = TokenCounts(seen)
+        self.sampler.restart(np.asarray(prompt_ids, dtype=np.int64))
 
     def observe(self, token: int) -> None:
         """Add ``token`` to the output's tokens."""
         self.sampler.observe(token)
-        self._observed.append(token)
 
     def draw(self, logits_1V: Tensor) -> int:
         """Draw the next token, which joins the output, as the serving engine does."""
@@ -123,9 +115,8 @@ class ParamsSampling:
         """Return a sampler in the state after ``drafted``; the generator is not touched."""
         if not self.params.needs_history:
             return self.sampler
-        params = self.params.replace(seed=0)
-        sampler = RequestSampler(params, self._prompt, vocab_size=self.sampler.vocab_size)
-        for token in (*self._observed, *drafted):
+        sampler = self.sampler.fork(self.params)
+        for token in drafted:
             sampler.observe(token)
         return sampler
 
@@ -163,10 +154,9 @@ def draw_from(p_V: Tensor, u: float) -> int:
     return int(ids[min(index, len(ids) - 1)])
 
 
-def history_for(params: SamplingParams, known: Ids | None) -> Ids | tuple[()]:
-    """Return the ids that a repetition penalty counts: the row's, which must be known."""
-    if params.repetition_penalty == 1.0:
-        return ()
+def known_ids(known: Ids | None) -> Ids:
+    """Return the ids of a row, which a repetition penalty counts; ``FailedPrecondition``: they are
+    not known."""
     if known is None:
         raise FailedPrecondition(
             "repetition_penalty needs the token ids of the cache, and they are not known; use 1.0, or prefill the tokens"

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quire.base.errors import InvalidArgument, ResourceExhausted, Unsupported
 from quire.base.token_history import Ids
@@ -153,7 +155,7 @@ def packed(
     return pack(counts, budget, blocks, adapters)
 
 
-def require_vocabulary(ids: Ids, vocab_size: int, what: str, *, placeholders: bool = False) -> None:
+def require_vocabulary(ids: NDArray[Any], vocab_size: int, what: str, *, placeholders: bool = False) -> None:
     """Raise ``InvalidArgument`` if an id is outside of 0..V-1. ``placeholders``: negative ids are
     allowed, and were checked already."""
     bad = ids[(ids >= vocab_size) | ((ids < 0) & (not placeholders))]

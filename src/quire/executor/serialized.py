@@ -52,7 +52,7 @@ def dump(cache: CacheRows) -> bytes:
     is_placed = any(one is not None for one in positions)
     metadata: dict[str, Any] = {
         "kind": KV_CACHE_WITH_POSITIONS if is_placed else KV_CACHE,
-        "model": dict(cache.pool.identity.fields()),
+        "model": dict(cache.pool.facts.identity.fields()),
         "adapters": histories if any(histories) else [],
         "dtype": exchange.dtype_name(state.dtype),
         "batch_size": cache.batch_size,
@@ -91,7 +91,7 @@ def load(cache: CacheRows, data: bytes | bytearray | memoryview, *, convert_dtyp
 def _run_owed(cache: CacheRows, fresh: list[Row], saved: Sequence[SavedRow], operation: Operation) -> None:
     """Replace the cache's rows by ``fresh``, after running their missing tokens; on an error the
     cache is unchanged."""
-    loaded = CacheRows(cache.pool, fresh, capacity=cache.pool.max_model_len, dynamic=False)
+    loaded = CacheRows(cache.pool, fresh, capacity=cache.pool.facts.max_model_len, dynamic=False)
     try:
         run_replays(loaded, [row.to_replay for row in saved], [row.runs for row in saved], operation)
     except BaseException:
@@ -102,27 +102,29 @@ def _run_owed(cache: CacheRows, fresh: list[Row], saved: Sequence[SavedRow], ope
 
 def _check(cache: CacheRows, file: StateFile, convert_dtype: bool) -> list[SavedRow]:
     """Check all of a file before the pool is touched; return its rows."""
-    pool = cache.pool
+    pool, facts = cache.pool, cache.pool.facts
     saved = read_rows(
         file,
         pool.runner,
-        pool.identity,
-        vocab_size=pool.vocab_size,
+        facts.identity,
+        vocab_size=facts.vocab_size,
         convert_dtype=convert_dtype,
         batch_size=cache.batch_size,
     )
-    if pool.position_refusal and any(row.positions is not None for row in saved):
-        raise Unsupported(f"the state has tokens at positions that are not their indices: {pool.position_refusal}")
+    if facts.position_refusal and any(row.positions is not None for row in saved):
+        raise Unsupported(f"the state has tokens at positions that are not their indices: {facts.position_refusal}")
     highest = max((int(row.positions.max(initial=0)) for row in saved if row.positions is not None), default=0)
-    if highest >= pool.max_model_len:
+    if highest >= facts.max_model_len:
         raise ResourceExhausted(
-            f"the state has a token at position {highest}; the model's maximum is {pool.max_model_len} positions"
+            f"the state has a token at position {highest}; the model's maximum is {facts.max_model_len} positions"
         )
     longest = max(row.total for row in saved)
     if not cache.dynamic and longest > cache.capacity:
         raise InvalidArgument(f"the state has {longest} tokens in a row; this static cache has {cache.capacity} slots")
-    if longest > pool.max_model_len:
-        raise ResourceExhausted(f"the state has {longest} tokens in a row; the model's maximum is {pool.max_model_len}")
+    if longest > facts.max_model_len:
+        raise ResourceExhausted(
+            f"the state has {longest} tokens in a row; the model's maximum is {facts.max_model_len}"
+        )
     return saved
 
 
@@ -130,7 +132,7 @@ def _import_rows(cache: CacheRows, file: StateFile, saved: Sequence[SavedRow]) -
     """Return a file's rows as new sequences, without the tokens to replay; on an error none is
     left."""
     pool = cache.pool
-    pages = sum(pages_for(row.length, pool.page_size) for row in saved)
+    pages = sum(pages_for(row.length, pool.facts.page_size) for row in saved)
     states = sum(1 + len(row.sequence["kept_recurrent_positions"]) for row in saved if row.sequence is not None)
     pool.require_free(pages, states, "load (beside the content that it replaces)")
     fresh: list[Row] = []

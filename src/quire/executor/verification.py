@@ -204,7 +204,7 @@ def checked_speculation(
     if item.batch_size != 1:
         raise InvalidArgument(f"speculation is for one sequence; the cache has {item.batch_size} rows")
     drafts = list(draft_tokens)
-    require_vocabulary(np.array(drafts, dtype=np.int64), pool.facts.vocab_size, "draft_tokens")
+    require_vocabulary(np.array(drafts, dtype=object), pool.facts.vocab_size, "draft_tokens")
     parents = None if draft_parents is None else tree_of(draft_parents, len(drafts), "draft_parents")
     if (draft_probabilities is None) != (sampling is None) and not (certain and draft_probabilities is None):
         raise InvalidArgument(

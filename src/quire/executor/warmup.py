@@ -57,7 +57,7 @@ def available_pages(pool: CachePool) -> int:
         return 0
     # The class with the fewest pages limits: a forward writes all its tokens, windows or not.
     pages = pool.state.free_pages()[: len(pool.facts.page_bytes)]
-    return min(pages, default=pages_for(pool.facts.max_model_len, 1))
+    return min(pages, default=pool.facts.max_model_len)
 
 
 def fits(activations: Activations | None, rows: int, device: torch.device) -> bool:

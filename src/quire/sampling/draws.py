@@ -5,7 +5,7 @@ Letters: R rows of logits, V vocabulary; W rows of one chunk of work, G of a gro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import torch
@@ -13,7 +13,15 @@ from torch import Tensor
 
 from quire.base.downloads import Download
 from quire.base.errors import QuireError
-from quire.sampling.filters import Candidates, DrawKernel, KernelDraws, candidates, needs_no_order, uploaded_rows
+from quire.sampling.filters import (
+    Candidates,
+    DrawKernel,
+    KernelDraws,
+    candidates,
+    needs_no_order,
+    take_rows,
+    uploaded_rows,
+)
 from quire.sampling.logit_edits import FAILED, Bans, chunks, edited, is_settled, maxima, not_finite, nothing_left
 from quire.sampling.request_sampler import RequestSampler
 from quire.sampling.sampled_tokens import SampledTokens, TokenLogprobs
@@ -72,7 +80,7 @@ class Draws:
         self._ranked = list(chunks(list(self._wanted), logits_RV.shape[1]))
         tables = []
         for rows in self._ranked:
-            ids_W = self.tokens_R.index_select(0, uploaded_rows(rows, logits_RV.device)).clamp(min=0)
+            ids_W = take_rows(self.tokens_R, rows).clamp(min=0)
             tables.append(ranked(logits_RV, rows, ids_W, max(self._wanted[row] for row in rows)))
         self._coming = Download([torch.stack((first_R, self.tokens_R, complete_R)), *tables])
 
@@ -82,7 +90,7 @@ class Draws:
         penalise, unread_W = None, self._unread_R
         if self._seen is not None:
             if unread_W is not None and len(rows) < len(unread_W):
-                unread_W = unread_W.index_select(0, uploaded_rows(rows, unread_W.device))
+                unread_W = take_rows(unread_W, rows)
             penalise = partial(self._seen.penalise, unread_W=unread_W)
         z_WV, _ = edited(self._logits_RV, rows, self._samplers, Bans(self._banned, {}), penalise)
         max_W, tokens_W = maxima(z_WV)
@@ -119,8 +127,7 @@ class Draws:
                 failures[row] = nothing_left()
             elif not complete[row] and row in self._uniforms:
                 again.append(row)
-            if row in failures and row in self._uniforms:
-                self._samplers[row].rollback(self._uniforms[row])
+        self.drop(failures)
         logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
         for rows, table in zip(self._ranked, tables, strict=True):
             for row, one in zip(rows, table, strict=True):
@@ -145,7 +152,7 @@ class Draws:
                 for i, token in zip(group.members, drawn, strict=True):
                     tokens[rows[i]] = token
 
-    def drop(self, rows: Sequence[int]) -> None:
+    def drop(self, rows: Iterable[int]) -> None:
         """Return the random numbers of rows with discarded tokens to their generators, and forget
         their counts."""
         for row in rows:

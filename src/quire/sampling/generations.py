@@ -35,8 +35,8 @@ class Generation:
     mask: str = ""
     """The kind of structured output ("json", "regex", ...); empty: there was none."""
     allowed: NDArray[np.int32] | None = None
-    """How many tokens the mask allowed, from ``start`` on, ``UNCOUNTED`` where that is not known;
-    perhaps with the token that ended the text behind the last one."""
+    """Number of tokens that the mask allowed at each position from ``start`` on, or ``UNCOUNTED``.
+    There may be one more for the token that ended the text. None: no numbers were noted."""
 
     def allowed_at(self, position: int) -> int | None:
         """Return the number of tokens that the mask allowed at a position; None: unknown."""

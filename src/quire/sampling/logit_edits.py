@@ -173,8 +173,12 @@ def _penalise(z_WV: Tensor, samplers: Sequence[RequestSampler]) -> None:
     columns = np.repeat(penalties_W3, sizes, axis=0).astype(np.float32).T.copy()
     repetition_N, frequency_N, presence_N = uploaded(columns, z_WV.device)
     count_N = uploaded(np.concatenate([counts.counts_N for counts in seen.values()]), z_WV.device)
-    z_N = z_WV[place]
-    z_N = torch.where(z_N > 0, z_N / repetition_N, z_N * repetition_N)
+    z_WV[place] = penalised(z_WV[place], repetition_N, frequency_N, presence_N, count_N)
+
+
+def penalised(z: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor, count: Tensor) -> Tensor:
+    """Return logits of seen tokens after repetition, then frequency, then presence penalty."""
+    z = torch.where(z > 0, z / repetition, z * repetition)
     # A repetition penalty far below 1 may overflow; the largest float still wins. -inf stays.
-    z_N.clamp_(max=torch.finfo(z_N.dtype).max)
-    z_WV[place] = z_N - frequency_N * count_N - presence_N * (count_N > 0)
+    z.clamp_(max=torch.finfo(z.dtype).max)
+    return z - frequency * count - presence * (count > 0)

@@ -9,6 +9,7 @@ import copy
 import hashlib
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -95,28 +96,33 @@ class RequestSampler:
         if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
             raise InvalidArgument(f"prompt must be one list of token ids, got {given.dtype} {list(given.shape)}")
         prompt = given.astype(np.int64)
-        self.bias_ids_N: Ids = np.fromiter(params.token_bias.keys(), dtype=np.int64)
-        self.bias_N: Values = np.fromiter(params.token_bias.values(), dtype=np.float32)
-        stop_ids = np.array(sorted(params.stop_ids), dtype=np.int64)
-        for name, ids in (("prompt", prompt), ("logit_bias", self.bias_ids_N), ("stop_token_ids", stop_ids)):
+        # As objects, since 64 bits may be too few.
+        bias_ids, stop_ids = (np.array([*ids], dtype=object) for ids in (params.token_bias, sorted(params.stop_ids)))
+        for name, ids in (("prompt", prompt), ("logit_bias", bias_ids), ("stop_token_ids", stop_ids)):
             check_ids(name, ids, vocab_size)
+        self.bias_ids_N: Ids = bias_ids.astype(np.int64)
+        self.bias_N: Values = np.fromiter(params.token_bias.values(), dtype=np.float32)
         if params.logprobs is not None and params.logprobs > vocab_size:
             raise InvalidArgument(f"logprobs must be at most the vocabulary size {vocab_size}, got {params.logprobs}")
         self.params = params
         self.vocab_size = vocab_size
         self.counts: TokenCounts | None = None
-        if params.needs_history:
-            # Presence and frequency penalties count only the output; only repetition counts the
-            # prompt.
-            self.counts = TokenCounts(prompt if params.repetition_penalty != 1.0 else prompt[:0])
-        self.output: list[int] = []
-        """Tokens drawn so far; kept only for penalties and processors."""
+        self.restart(prompt)
         self._generator = None if params.is_greedy else make_generator(params.seed, index, entropy)
         self._returned: list[float] = []
 
+    def restart(self, prompt: Ids) -> None:
+        """Replace all seen tokens by those of a prompt; the generator goes on."""
+        self.output: list[int] = []
+        """Tokens drawn so far; kept only for penalties and processors."""
+        if self.params.needs_history:
+            # Presence and frequency penalties count only the output; only repetition counts the
+            # prompt.
+            self.counts = TokenCounts(prompt if self.params.repetition_penalty != 1.0 else prompt[:0])
+
     def fork(self, params: SamplingParams) -> RequestSampler:
-        """Return a sampler that draws what this one would draw next. ``params``: its own, which
-        differ in what is no part of a draw."""
+        """Return an independent sampler with the same state. ``params``: its parameters, equal to
+        this one's in all fields that decide a token."""
         found = copy.copy(self)
         found.params, found.output, found._returned = params, list(self.output), list(self._returned)
         found.counts = copy.deepcopy(self.counts)
@@ -130,14 +136,11 @@ class RequestSampler:
         return found
 
     @property
-    def edits_logits(self) -> bool:
-        return self.counts is not None or len(self.bias_ids_N) > 0 or bool(self.params.logits_processors)
-
-    @property
     def takes_maximum(self) -> bool:
         """Return True if the row's token is the first maximum of the logits, unless a grammar or a
         ban forbids it."""
-        return self.params.is_greedy and not self.edits_logits
+        edits = self.counts is not None or len(self.bias_ids_N) > 0 or self.params.logits_processors
+        return self.params.is_greedy and not edits
 
     def observe(self, token_id: int) -> None:
         """Record that ``token_id`` joined the output. ``InvalidArgument`` outside the
@@ -194,7 +197,7 @@ class RequestSampler:
         self._returned.append(uniform)
 
 
-def check_ids(name: str, ids: Ids, vocab_size: int) -> None:
+def check_ids(name: str, ids: npt.NDArray[Any], vocab_size: int) -> None:
     """Raise ``InvalidArgument`` if a token lies outside the vocabulary."""
     if len(ids) and not (ids.min() >= 0 and ids.max() < vocab_size):
         bad = int(ids[(ids < 0) | (ids >= vocab_size)][0])

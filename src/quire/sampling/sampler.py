@@ -62,8 +62,9 @@ def sample(
     row. ``banned``: ids per row that may not be drawn (end tokens before ``min_tokens``); None:
     nothing is banned. ``allowed``: by row the mask of a grammar, uint32 ``[num_words(V)]``, or a
     maker of masks; other rows have none. A greedy row with an allowed token makes no mask.
-    ``kernel`` draws for rows that need no order, where all rows are drawn from at once; None:
-    PyTorch's operations do. ``maxima``: ``first_maxima`` of the logits, if they are known.
+    ``kernel`` draws if the logits are on another device than a CPU, and no row has a grammar or
+    logits processors; None: PyTorch's operations do. ``maxima``: ``first_maxima`` of the logits, if
+    they are known.
 
     A row gives ``FAILED`` and an entry in ``failures``, and draws nothing, if its logits hold NaN
     or +inf or are all -inf, if every token is banned, or if its processor fails. Other rows are not

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from quire.base.uploads import uploaded
-from quire.sampling.filters import uploaded_rows
+from quire.sampling.filters import take_rows, uploaded_rows
+from quire.sampling.logit_edits import penalised
 from quire.sampling.request_sampler import RequestSampler
 
 PROMPT, OUTPUT = 1, 2
@@ -52,11 +53,7 @@ class ReferencePenalties:
         rows_G, slots_G = table_G5[:, 0].long(), table_G5[:, 1].long()
         repetition_G1, frequency_G1, presence_G1 = table_G5[:, 2:].float().T.unsqueeze(-1)
         seen_GV, z_GV = seen_SV.index_select(0, slots_G), z_WV.index_select(0, rows_G)
-        count_GV = (seen_GV // OUTPUT).float()
-        new_GV = torch.where(z_GV > 0, z_GV / repetition_G1, z_GV * repetition_G1)
-        # A repetition penalty far below 1 may overflow; the largest float still wins. -inf stays.
-        new_GV.clamp_(max=torch.finfo(new_GV.dtype).max)
-        new_GV = new_GV - frequency_G1 * count_GV - presence_G1 * (count_GV > 0)
+        new_GV = penalised(z_GV, repetition_G1, frequency_G1, presence_G1, (seen_GV // OUTPUT).float())
         z_WV.index_copy_(0, rows_G, torch.where(seen_GV > 0, new_GV, z_GV))
 
 
@@ -97,7 +94,7 @@ class SeenTokens:
         rows = [self._rows[sampler] for sampler in chosen]
         if unread_W is not None:
             slots_G = uploaded_rows([row.slot for row in rows], z_WV.device)
-            tokens_G = unread_W if len(members) == len(samplers) else unread_W[uploaded_rows(members, z_WV.device)]
+            tokens_G = unread_W if len(members) == len(samplers) else take_rows(unread_W, members)
             self._kernel.add(self._seen_SV, slots_G, tokens_G, torch.full_like(slots_G, OUTPUT, dtype=torch.int32))
             for row in rows:
                 row.counted += 1

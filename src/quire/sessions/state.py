@@ -34,7 +34,7 @@ def as_cache(live: LiveSequence, capacity: int | None, dynamic: bool) -> KVCache
     with live.engine.lock:
         live.require_idle("as_cache")
         cache = live.executor().create_kv_cache(capacity=capacity, dynamic=dynamic)
-        room = cache.pool.max_model_len if cache.dynamic else cache.capacity
+        room = cache.pool.facts.max_model_len if cache.dynamic else cache.capacity
         if len(live) > room:
             cache.release()
             raise ResourceExhausted(
