@@ -331,6 +331,7 @@ OTHERS: dict[str, list[tuple[Any, Any]]] = {
         ({}, (409, "failed_precondition", None)),
     ],
     "/v1/sessions/ID/generate": [
+        ({"max_completion_tokens": -1}, "max_completion_tokens"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user"}]}, "messages"),
         ({"messages": [{"role": "user", "content": LONG}]}, "messages"),
@@ -445,7 +446,7 @@ OTHERS: dict[str, list[tuple[Any, Any]]] = {
         ({"ids": ["ID"], "each": [{"stop_token_ids": [99999]}]}, "stop_token_ids"),
         ({"ids": ["ID"], "each": [{"structured_outputs": {"regex": "("}}]}, "structured_outputs"),
         ({"ids": ["ID"], "each": [{"structured_outputs": {"regex": ""}}]}, "each.0.structured_outputs"),
-        ({"ids": ["ID"], "each": [{"max_completion_tokens": 0}]}, "each.0.max_tokens"),
+        ({"ids": ["ID"], "each": [{"max_completion_tokens": 0}]}, "each.0.max_completion_tokens"),
         ({"ids": ["ID"], "each": [{"tools": [1]}]}, (400, "unsupported_parameter", "each.0.tools")),
         ({"ids": ["ID"], "each": [{"logit_bias": {"x": 1}}]}, "each.0.logit_bias"),
         ({"ids": ["ID"], "prompt": "a"}, (400, "unsupported_parameter", "prompt")),

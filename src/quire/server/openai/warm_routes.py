@@ -56,8 +56,7 @@ async def warm(request: Request, body: WarmBody) -> Response:
             with naming({}, where):
                 found.append(encode(context.llm.tokenizer, text, inside=where != "behind"))
                 checks.tokens(found[-1])
-                if where != "behind":
-                    checks.length(found[-1].size, None)
+                checks.length(found[-1].size, None)
         return found
 
     ids = await in_texts(context, request, sum(len(text) for _, text in parts), encode_all)

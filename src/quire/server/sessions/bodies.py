@@ -157,7 +157,7 @@ class SamplingBody(ParamsBody):
         given, names = self.sampling()
         if given.get("logprobs", 0) > MAX_LOGPROBS:
             raise bad_field("logprobs", f"logprobs must be an integer in [0, {MAX_LOGPROBS}], got {given['logprobs']}")
-        return sampling_params(given, defaults, {name: name for name in names})
+        return sampling_params(given, defaults, names)
 
     def _refuse_unsupported(self) -> None:
         refuse_fields(self, UNSUPPORTED, " in a session")
