@@ -127,7 +127,8 @@ class FileTier:
                 index = self._index()
                 return function(index, *args, **kwargs)
             except sqlite3.Error as error:
-                if attempt or not is_damage(error):
+                # Using an index that another call closes is an error of SQLite, too.
+                if attempt or self._closed or not is_damage(error):
                     raise _kind_of(error)(f"the index of {self.label}: {error}") from error
                 if index is not None:
                     self._discard(index)
