@@ -15,11 +15,13 @@ from tests.small_llms import Checkpoint, assert_empty, check, engine_of, greedy,
 from torch import Tensor
 
 from quire import LLM, SamplingParams
+from quire.adapters.keys import AdapterKey
 from quire.base.errors import FailedPrecondition, Unsupported
 from quire.base.types import Step
 from quire.engine.exact import window_size
 from quire.engine.request import Request
 from quire.nn.linear import Linear
+from quire_inspector.views.history_tree import _plain
 
 from .test_steps_ahead import array
 
@@ -338,6 +340,17 @@ def test_a_window_with_a_sink_beside_a_row_does_not_show(made: dict[str, Checkpo
         alone = llm.generate([tokens], params)[0].outputs
         endless = llm.session(random_tokens(60), window=20, sink=2)
         assert llm.generate([tokens, endless], params)[0].outputs == alone
+
+
+def test_views_of_exact_prefixes(exact: tuple[LLM, Alone]) -> None:
+    llm, _ = exact
+    llm.generate(random_tokens(40, seed=3), PARAMS)
+    assert any(isinstance(entry.key, AdapterKey) for entry in engine_of(llm).cache._entries.values())  # type: ignore[union-attr]
+    with llm.session(random_tokens(5)) as session:
+        for view in (session.tree(), llm.history(), llm.pages()):
+            assert repr(view)
+    # Those of one adapter's exact and other prefixes are two trees.
+    assert _plain(AdapterKey("", ((0, "f"),))) != _plain(AdapterKey("", ((0, "f"),), exact=True))
 
 
 def test_windows_are_whole_pages() -> None:
