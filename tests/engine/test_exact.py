@@ -11,15 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from tests.small_llms import Checkpoint, assert_empty, check, engine_of, make_family, random_tokens, record
+from tests.small_llms import Checkpoint, assert_empty, check, engine_of, greedy, make_family, random_tokens, record
 from torch import Tensor
 
 from quire import LLM, SamplingParams
+from quire.adapters.keys import AdapterKey
 from quire.base.errors import FailedPrecondition, Unsupported
 from quire.base.types import Step
 from quire.engine.exact import window_size
 from quire.engine.request import Request
 from quire.nn.linear import Linear
+from quire_inspector.views.history_tree import _plain
 
 from .test_steps_ahead import array
 
@@ -325,6 +327,30 @@ def test_rows_that_know_no_batch_need_no_window(made: dict[str, Checkpoint]) -> 
         llm.generate(random_tokens(9), PARAMS)
         assert recorder.num_tokens == 9 + 44
         assert llm.metrics()["quire:exact_windows_total"] == 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3-next"])
+def test_a_window_with_a_sink_beside_a_row_does_not_show(made: dict[str, Checkpoint], family: str, dtype: str) -> None:
+    """The queries of its session turn twice, and all others as they do alone."""
+    options: dict[str, Any] = {"device": "cpu", "kv_cache_memory": "8MiB", "enable_prefix_caching": False}
+    with LLM(made[family].path, dtype=dtype, **options) as llm:
+        assert any("exact=True costs nothing" in note for note in llm._parts.notes)
+        tokens, params = random_tokens(30, seed=1), greedy(6, logprobs=5)
+        alone = llm.generate([tokens], params)[0].outputs
+        endless = llm.session(random_tokens(60), window=20, sink=2)
+        assert llm.generate([tokens, endless], params)[0].outputs == alone
+
+
+def test_views_of_exact_prefixes(exact: tuple[LLM, Alone]) -> None:
+    llm, _ = exact
+    llm.generate(random_tokens(40, seed=3), PARAMS)
+    assert any(isinstance(entry.key, AdapterKey) for entry in engine_of(llm).cache._entries.values())  # type: ignore[union-attr]
+    with llm.session(random_tokens(5)) as session:
+        for view in (session.tree(), llm.history(), llm.pages()):
+            assert repr(view)
+    # Those of one adapter's exact and other prefixes are two trees.
+    assert _plain(AdapterKey("", ((0, "f"),))) != _plain(AdapterKey("", ((0, "f"),), exact=True))
 
 
 def test_windows_are_whole_pages() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 from tests.small_llms import (
     Checkpoint,
     MakeLLM,
+    assert_near,
     check,
     engine_of,
     greedy,
@@ -87,6 +89,17 @@ def test_mixed_batches(make_llm: MakeLLM, bed: Checkpoint, budget: int) -> None:
     assert found[3] == found[0] != found[2]
     assert outputs[0].prompt_token_ids == IDS
     check(llm)
+
+
+@pytest.mark.parametrize("family", ["granite", "granite-4", "falcon-h1"])
+def test_multiplied_as_in_transformers(make_llm: MakeLLM, tmp_path: Path, family: str) -> None:
+    """Granite multiplies given embeddings, too, and Falcon-H1 only the rows of its table."""
+    made = make_family(family, tmp_path, embedding_multiplier=3.0)
+    rows = rows_of(9, 1, width_of(made))
+    with torch.inference_mode():
+        exact_TV = made.model.double()(inputs_embeds=rows.double()[None]).logits[0]
+    with make_llm(made, kv_cache_memory="4MiB").session({"prompt_embeds": rows}) as session:
+        assert_near(session.logits().double(), exact_TV[-1].double(), 8 * made.tolerance)
 
 
 def test_the_prefix_cache_goes_by_the_data(small: LLM, llama: Checkpoint) -> None:

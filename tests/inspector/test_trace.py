@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import resource
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -136,21 +137,41 @@ def test_bad_paths_are_refused_before_anything_runs(small: LLM, tmp_path: Path) 
     assert refused.value.field == "path"
 
 
-def test_a_full_disk_is_one_sentence_and_leaves_the_old_file(small: LLM, tmp_path: Path) -> None:
+@pytest.fixture
+def fill_disk() -> Iterator[Callable[[], None]]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_an_abandoned_trace_on_a_full_disk_is_logged(
+    small: LLM, tmp_path: Path, fill_disk: Callable[[], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    block = small.trace(tmp_path / "trace.json")
+    block.__enter__()
+    small.generate([prompt(5)], GREEDY)
+    fill_disk()
+    del block
+    gc.collect()
+    (line,) = [one.getMessage() for one in caplog.records if one.name == "quire.inspector"]
+    assert str(tmp_path / "trace.json") in line
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_is_one_sentence_and_leaves_the_old_file(
+    small: LLM, tmp_path: Path, fill_disk: Callable[[], None]
+) -> None:
     path = tmp_path / "trace.json"
     path.write_text("the earlier one")
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def fill() -> None:
         with small.trace(path):
             small.generate([prompt(5)], GREEDY)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+            fill_disk()
 
-    try:
-        with pytest.raises(ResourceExhausted) as full:
-            fill()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with pytest.raises(ResourceExhausted) as full:
+        fill()
     assert str(path) in str(full.value)
     assert "\n" not in str(full.value)
     assert path.read_text() == "the earlier one"

@@ -374,8 +374,8 @@ ROWS = (
     Mutant(
         name="raw-keys-stored-turned",
         file="kv/state_pass.py",
-        old='qkv_TC.dtype != self._paged.dtype or spec.rope_mode == "inline" or',
-        new="qkv_TC.dtype != self._paged.dtype or",
+        old='qkv_TC.dtype != self._paged.dtype or spec.rope_mode == "inline"\n',
+        new="qkv_TC.dtype != self._paged.dtype\n",
         tests=("kv/test_window_values.py",),
     ),
 )

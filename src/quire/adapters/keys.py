@@ -56,6 +56,11 @@ class AdapterKey:
     exact: bool = False
     """Whether all of the state is that of windows (``engine.exact``)."""
 
+    @property
+    def last(self) -> str | None:
+        """The adapter of the last tokens; None: the base model, as in an exact request's key."""
+        return self.runs[-1][1] if self.runs else None
+
     def names(self, fingerprint: str) -> bool:
         """Return True if some token was run under this adapter."""
         return any(found == fingerprint for _, found in self.runs)

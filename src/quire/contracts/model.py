@@ -242,8 +242,8 @@ class JoinedBlocks(Protocol):
 
 
 class WideRows(Protocol):
-    """Rows of the residual stream with further columns, as the blocks of some models pass on: other
-    streams, and inputs of layers."""
+    """Rows of some models' blocks. They have further columns beside the residual stream (other
+    streams, inputs of layers), or a factor that embeddings of a caller lack."""
 
     def entering(self, given_RE: Tensor) -> Tensor:
         """Map embeddings of a caller ``[R, E]`` to fresh rows."""
@@ -268,7 +268,8 @@ class Model(Protocol):
 
     @property
     def wide(self) -> WideRows | None:
-        """None: the rows of the blocks are ``hidden_size`` wide."""
+        """None: the rows of the blocks are ``hidden_size`` wide, and embeddings of a caller enter
+        as they are."""
         ...
 
     @property

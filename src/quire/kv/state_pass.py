@@ -375,20 +375,25 @@ class StatePass:
         scoring = layer.scoring if scale is None else replace(layer.scoring, scale=scale)
         self.require_open(layer_id)
         prepared = self.masked("fused", layer.class_index, masks)
-        if qkv_TC.dtype != self._paged.dtype or spec.rope_mode == "inline" or prepared.plan.sinks is not None:
+        q_sink, by_itself = None, qkv_TC.dtype != self._paged.dtype or spec.rope_mode == "inline"
+        if by_itself or prepared.plan.sinks is not None:
             # The heads are needed as they are before they turn, or are stored so.
             qk_THD = qkv_TC[:, :columns].view(-1, heads + spec.num_kv_heads, spec.head_dim)
             q_THD, k_THD = normed_heads(self._paged.rows, qk_THD[:, :heads], qk_THD[:, heads:], norms)
-            return self._attend(layer_id, layer, q_THD, k_THD, v_THD, scoring, masks)
+            if by_itself:
+                return self._attend(layer_id, layer, q_THD, k_THD, v_THD, scoring, masks)
+            q_sink = self._sink_queries(prepared, layer, q_THD)
         self.begin_write(layer_id)
         rotation, slots_T = None if rope is None else self._rotation(rope), self._running_slots[layer.class_index]
         turned_THD = self._paged.rows.rope_and_write_kv(qkv_TC, heads, rotation, norms, layer.view, slots_T)
         self.end_write(layer_id)
         q_THD, k_THD = turned_THD.split_with_sizes([heads, spec.num_kv_heads], 1)
         new, sinks_H = (k_THD, v_THD), layer.sinks_H
-        out_THD = self._paged.backend.run(prepared.made, q_THD, new, layer.view, scoring, sinks_H=sinks_H)
+        out_THD = self._paged.backend.run(
+            prepared.made, q_THD, new, layer.view, scoring, q_sink_THD=q_sink, sinks_H=sinks_H
+        )
         if self.capturing:
-            self.weigh(layer_id, prepared.plan, q_THD, layer.view, scoring, None, sinks_H)
+            self.weigh(layer_id, prepared.plan, q_THD, layer.view, scoring, q_sink, sinks_H)
         return out_THD
 
     def attend_shared(self, source_layer_id: int, q_THD: Tensor) -> Tensor:

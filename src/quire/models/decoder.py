@@ -126,6 +126,12 @@ class DecoderConfig:
             intermediate_size=share.part(self.intermediate_size, "elements of intermediate_size"),
         )
 
+    @property
+    def given_scale(self) -> float:
+        """Return the factor of embeddings of a caller. Granite multiplies what enters its blocks,
+        as transformers does; other families multiply rows of their table alone."""
+        return self.embedding_scale if self.architecture.startswith("Granite") else 1.0
+
     def canonical(self) -> str:
         """Return JSON of the fields that decide the logits, without defaults, keys sorted.
 
@@ -171,12 +177,27 @@ def gated_mlp(config: DecoderConfig, layer: int, parameters: Parameters, prefix:
     return GatedMLP(gate_up, down, config.activation)
 
 
+@dataclass(frozen=True, slots=True)
+class ScaledRows:
+    """``WideRows`` without further columns: embeddings of a caller times ``scale``."""
+
+    scale: float
+
+    def entering(self, given_RE: Tensor) -> Tensor:
+        """See ``WideRows``."""
+        return given_RE * self.scale
+
+    def visible(self, x_TW: Tensor) -> Tensor:
+        """See ``WideRows``."""
+        return x_TW
+
+
 class Trunk:
     """The parts of a model around its blocks; with blocks a ``models.families.LoadedModel``."""
 
     blocks: Sequence[Block]
     layer_specs: Sequence[LayerSpec]
-    wide: WideRows | None = None
+    wide: WideRows | None
 
     def __init__(
         self,
@@ -200,6 +221,7 @@ class Trunk:
         self.absent_blocks: Sequence[Block] = ()
         """Those of other stages, whose weights have only shape and dtype."""
         self.embedding = _embedding(config, late(parameters, "embed.weight"))
+        self.wide = None if config.given_scale == 1.0 else ScaledRows(config.given_scale)
         self.norm = norm
         table = late(parameters, "embed.weight" if config.tie_embeddings else "head.weight")
         self.lm_head = Linear(table, parameters.get("head.bias"), "head")

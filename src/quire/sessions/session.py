@@ -503,8 +503,10 @@ class Session(Uncopied):
     @uninterrupted
     def save(self, path: str | Path, *, use_tqdm: bool | None = None) -> None:
         """Write the state file: under a temporary name, synced, renamed. Tokens that are not
-        computed yet are computed first. ``use_tqdm`` shows the bytes on stderr; None: on a
-        terminal, if it takes long."""
+        computed yet are computed first. The file has no name, labels, nor messages of a chat:
+        ``chat`` on a loaded session begins a new conversation behind its tokens; ``commit`` keeps
+        labels and messages. ``use_tqdm`` shows the bytes on stderr; None: on a terminal, if it
+        takes long."""
         if not isinstance(path, (str, Path)) or not str(path):
             raise InvalidArgument(f"save takes the name of a file, got {path!r}; to_bytes gives bytes", field="path")
         if use_tqdm is not None:

@@ -96,13 +96,15 @@ def _name(text: str) -> str:
 
 def _plain(key: Hashable) -> object:
     """Return a key as a value with the same text in every process."""
-    return (key.salt, key.runs) if isinstance(key, AdapterKey) else key
+    if not isinstance(key, AdapterKey):
+        return key
+    return (key.salt, key.runs, "exact") if key.exact else (key.salt, key.runs)
 
 
 def _branch_fields(key: Hashable, adapters: Mapping[str, str]) -> dict[str, str | None]:
     """Return the adapter and the salt that set a tree apart, in words."""
     salt = salt_of(key)
-    adapter = key.runs[-1][1] if isinstance(key, AdapterKey) else None
+    adapter = key.last if isinstance(key, AdapterKey) else None
     adapter = None if adapter is None else adapters.get(adapter, adapter)
     found: str | None = None
     if is_private(salt):

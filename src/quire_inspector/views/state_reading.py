@@ -311,7 +311,7 @@ def _adapter(names: AdapterNames, adapter: int | None) -> str | None:
 def _fingerprint(engine: Engine, names: AdapterNames, key: Hashable) -> str | None:
     """Return the adapter of a cached prefix's last tokens, by the name that its owner has for
     it."""
-    found = key.runs[-1][1] if isinstance(key, AdapterKey) else None
+    found = key.last if isinstance(key, AdapterKey) else None
     owners = ("", api_key_of(salt_of(key)))
     for loaded in engine.runner.adapters.ids if found is not None else ():
         if engine.branches.fingerprint_of(loaded) == found and names.owner_of(loaded) in owners:
