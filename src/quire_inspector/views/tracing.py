@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from quire.base.errors import QuireError
 from quire.engine.timeline import Timeline
 from quire.statefile.atomic_file import check_regular
 from quire_inspector.views.timeline_reader import timeline_document
 from quire_inspector.views.trace_events import ANOTHER, TraceRecorder
+
+logger = logging.getLogger("quire.inspector")
 
 INTERVAL = 0.2
 """Seconds between two readings of the timeline, which keeps far more."""
@@ -20,7 +24,7 @@ INTERVAL = 0.2
 def traced(timeline: Timeline, model: str, path: Path) -> Iterator[None]:
     """Write the events inside of the block to a file, also if it raises. Errors, at once:
     ``NotFound`` for a missing directory, ``InvalidArgument`` for a path that is no regular file; at
-    the end the errors of writing."""
+    the end the errors of writing, which are logged if nobody waits for the end."""
     check_regular(path, f"trace {str(path)!r}", may_be_missing=True)
     recorder = TraceRecorder(model)
     recorder.begin(timeline_document(timeline, ANOTHER))
@@ -32,10 +36,19 @@ def traced(timeline: Timeline, model: str, path: Path) -> Iterator[None]:
 
     thread = threading.Thread(target=record, name="quire-trace", daemon=True)
     thread.start()
+    abandoned = False
     try:
         yield
+    except GeneratorExit:
+        abandoned = True
+        raise
     finally:
         over.set()
         thread.join()
         recorder.take(timeline_document(timeline, recorder.since))
-        recorder.write(path)
+        try:
+            recorder.write(path)
+        except QuireError as error:
+            if not abandoned:
+                raise
+            logger.error("%s", error)
