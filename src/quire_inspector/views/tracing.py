@@ -22,9 +22,15 @@ INTERVAL = 0.2
 
 @contextmanager
 def traced(timeline: Timeline, model: str, path: Path) -> Iterator[None]:
-    """Write the events inside of the block to a file, also if it raises. Errors, at once:
-    ``NotFound`` for a missing directory, ``InvalidArgument`` for a path that is no regular file; at
-    the end the errors of writing, which are logged if nobody waits for the end."""
+    """Record the engine's events while the block runs, and write them to ``path`` at its end, also
+    if the block raises.
+
+    Raises:
+        NotFound: before the block, for a missing directory.
+        InvalidArgument: before the block, for a path that is no regular file.
+        QuireError: the file cannot be written. If a generator around the block was closed, the
+            error is logged instead.
+    """
     check_regular(path, f"trace {str(path)!r}", may_be_missing=True)
     recorder = TraceRecorder(model)
     recorder.begin(timeline_document(timeline, ANOTHER))
