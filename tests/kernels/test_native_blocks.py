@@ -21,6 +21,9 @@ best = native_linear()
 pytestmark = pytest.mark.skipif(best is None, reason="the C++ library was not built")
 PAIRS = 3
 """Lowest level with products of bfloat16 pairs."""
+AVX2 = 1
+WHOLE = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "MXFP4", NVFP4)
+"""Kinds that AVX2 multiplies by whole numbers, if rows are in bfloat16."""
 LEVELS = (*range(0 if best is None else best.level + 1), EMULATED)
 
 
@@ -131,13 +134,67 @@ def test_rows_do_not_know_their_batch(kind: str) -> None:
 
 @pytest.mark.parametrize("level", [level for level in LEVELS if level < PAIRS])
 def test_bfloat16_rows_meet_the_same_weights(level: int) -> None:
-    """Without products of bfloat16, those of float32 rows."""
-    parts = [rows_of_blocks("Q5_0", 64, 896)]
+    """Without products of bfloat16 or whole numbers, those of float32 rows."""
+    parts = [rows_of_blocks("Q8_0" if level == AVX2 else "Q5_0", 64, 896)]
     x = torch.randn(9, 896).bfloat16()
     wanted = made(parts, 896, torch.float32, level=level)(x.float()).bfloat16()
     multiply = made(parts, 896, torch.bfloat16, level=level)
     assert torch.equal(multiply(x), wanted)
     assert torch.equal(multiply(x[:1]), wanted[:1])
+
+
+def in_whole_numbers(x_TI: Tensor) -> Tensor:
+    """Rows as the products of whole numbers see them: 16 bits by the largest of each 32 inputs."""
+    groups = x_TI.float().unflatten(1, (-1, 32))
+    largest = groups.abs().amax(2, keepdim=True).contiguous().view(torch.int32)
+    exponent = ((largest + 66048) >> 23).clamp(min=15)  # 127 * 256 + 127 is the largest number
+    unit = torch.tensor(2.0).double() ** (exponent - 141)
+    numbers = (groups.double() / unit).round()
+    assert numbers.abs().max() <= 127 * 256 + 127
+    return (numbers * unit).flatten(1)
+
+
+@pytest.mark.skipif(AVX2 not in LEVELS, reason="the processor has no AVX2")
+@pytest.mark.product(2)
+@pytest.mark.parametrize("kind", WHOLE)
+@pytest.mark.parametrize(("outputs", "inputs"), [(40, 256), (96, 1792)])
+def test_whole_numbers_multiply_codes(kind: str, outputs: int, inputs: int) -> None:
+    """Numbers of all sizes; one row, and rows in blocks of any size, have the same bits."""
+    torch.manual_seed(3)
+    parts = [rows_of_blocks(kind, outputs, inputs)]
+    weight, bias = values_of(parts, inputs).double(), torch.randn(outputs)
+    multiply = made(parts, inputs, torch.bfloat16, bias, AVX2)
+    x = (torch.randn(70, inputs) * torch.randn(70, 1).exp()).bfloat16()
+    x[:, 5::97] *= 300
+    x[3, :64] = 0
+    x[4] = x[4] * 1e-38
+    x[5, 40] = 1.9921875
+    found = multiply(x)
+    rows = in_whole_numbers(x)
+    # Half of what 1 stands for; a number shortly below a power of two goes by the next one.
+    error, size = ((rows - x.double()).abs(), x.double().abs())
+    most = size.unflatten(1, (-1, 32)).amax(2, keepdim=True) * (2.0**-15 + 2.0**-22)
+    assert (error.unflatten(1, (-1, 32)) <= most + 2.0**-126).all()
+    exact = rows @ weight.T + bias.double()
+    bound = rows.abs() @ weight.abs().T * 32 * inputs**0.5 * 2.0**-24
+    assert ((found.double() - exact).abs() <= bound + exact.abs() * 2.0**-8 + 1e-6 * bias.abs() + 1e-30).all()
+    for first, count in ((0, 1), (69, 1), (0, 2), (3, 3), (10, 4), (0, 5), (1, 6), (0, 7), (0, 63)):
+        assert torch.equal(multiply(x[first : first + count]), found[first : first + count]), (first, count)
+
+
+@pytest.mark.skipif(AVX2 not in LEVELS, reason="the processor has no AVX2")
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_no_number_stays_in_its_row(number: float) -> None:
+    parts = [rows_of_blocks("Q4_K", 64, 512)]
+    multiply = made(parts, 512, torch.bfloat16, level=AVX2)
+    x = torch.randn(6, 512).bfloat16()
+    wanted = multiply(x)
+    x[2, 77] = number
+    found = multiply(x)
+    assert found[2].isnan().all()
+    assert multiply(x[2:3]).isnan().all()
+    others = [0, 1, 3, 4, 5]
+    assert torch.equal(found[others], wanted[others])
 
 
 @pytest.mark.product(2)

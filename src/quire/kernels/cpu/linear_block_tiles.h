@@ -1,6 +1,9 @@
 // The products of BLOCKS (linear.h) and floats, in the order of FLOAT32.
 
 #include "linear_blocks.h"
+#if REGISTER == 32
+#include "linear_digits.h"
+#endif
 
 namespace {
 
@@ -20,7 +23,8 @@ struct Products {
 // A few rows: weights stay in registers.
 template <int KIND, int M>
 __attribute__((noinline)) void block_tile(const uint8_t* panel, int64_t inputs, Sums to, const char* x, int64_t stride) {
-    constexpr int V = BLOCK_VECTORS;
+    // A sum waits for the product before it, so a row or two need all sums of a panel side by side.
+    constexpr int V = M * (64 / REGISTER) <= 4 ? 2 : BLOCK_VECTORS;
     const int64_t step = part_of(inputs);
     Lanes totals[2 / V][1][M][V] = {};
     for (int64_t k = 0; k < inputs; k += step) {
@@ -51,9 +55,9 @@ INLINE void block_tile_of(int64_t rows, const uint8_t* panel, int64_t inputs, co
 }
 #define MULTIPLY_KIND(KIND, ...) block_tile_of<KIND, FEW_BLOCK_ROWS>(__VA_ARGS__)
 
-// Q panels.
+// Q panels, in floats.
 template <int Q>
-INLINE void sum_block_panels(const Linear& map, int64_t panel, const Sums& sums, float* room, const char* x, int64_t stride, int64_t rows) {
+INLINE void sum_float_panels(const Linear& map, int64_t panel, const Sums& sums, float* room, const char* x, int64_t stride, int64_t rows) {
     if (rows <= SOME_BLOCK_ROWS) {
         const int64_t count = (rows + FEW_BLOCK_ROWS - 1) / FEW_BLOCK_ROWS;
         for (int q = 0; q < Q; q++)
@@ -76,6 +80,25 @@ INLINE void sum_block_panels(const Linear& map, int64_t panel, const Sums& sums,
         tiles<Q, float>(to, rows, x, stride, (const float*)room, BLOCK * PANEL, (const float*)room, inputs, nullptr, next + coming * k / map.inputs,
                         coming * inputs / map.inputs);
     }
+}
+
+// Q panels. ``digits``: the rows as whole numbers, for kinds that are multiplied so; or null.
+template <int Q>
+INLINE void sum_block_panels(const Linear& map, int64_t panel, const Sums& sums, float* room, const char* x, int64_t stride,
+                             const DigitGroup* digits, int64_t rows) {
+#if REGISTER == 32
+    if (digits) {
+        for (int q = 0; q < Q; q++) {
+            const int64_t kind = block_part(map, panel + q).kind;
+            if (has_digits(kind))
+                digit_panel(kind, panel_place(map, panel + q), map.inputs, sums.from(0, q), digits, rows);
+            else
+                sum_float_panels<1>(map, panel + q, sums.from(0, q), room, x, stride, rows);
+        }
+        return;
+    }
+#endif
+    sum_float_panels<Q>(map, panel, sums, room, x, stride, rows);
 }
 
 }  // namespace

@@ -70,6 +70,24 @@ INLINE Lanes from_bytes(const uint8_t* from) {
     return KIND == F8_E4M3 ? from_floats8(from) : from_ints(from);
 }
 
+#if REGISTER == 32
+// Byte FROM of each word as byte TO of it, beside zeros.
+template <int FROM, int TO>
+INLINE Bits moved_byte(Bits words) {
+    if constexpr (TO == 0 && FROM == 0) return words & 255u;
+    if constexpr (TO == 0 && FROM == 3) return words >> 24u;
+    const auto place = [](int word) { return (int)((uint32_t)(4 * word + FROM) << 8 * TO | ~(255u << 8 * TO)); };
+    const __m256i places = _mm256_broadcastsi128_si256(_mm_setr_epi32(place(0), place(1), place(2), place(3)));
+    return {(Bits::Half)_mm256_shuffle_epi8((__m256i)words.low, places), (Bits::Half)_mm256_shuffle_epi8((__m256i)words.high, places)};
+}
+
+// table[byte] of 16 bytes.
+INLINE Bits looked_up_bytes(const int8_t* table, Bits bytes) {
+    const __m256i found = _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i*)table));
+    return {(Bits::Half)_mm256_shuffle_epi8(found, (__m256i)bytes.low), (Bits::Half)_mm256_shuffle_epi8(found, (__m256i)bytes.high)};
+}
+#endif
+
 // table[code] of 16 numbers.
 #if REGISTER == 32
 INLINE Lanes looked_up(const float* table, Bits code) {
@@ -111,25 +129,58 @@ struct NumberTable {
 template <int KIND>
 alignas(64) constexpr NumberTable<KIND> number_table;
 
+// The same of codes of four bits, as bytes.
+template <int KIND>
+struct ByteTable {
+    int8_t of[16];
+    constexpr ByteTable() : of() {
+        for (int code = 0; code < 16; code++) of[code] = (int8_t)block_number(KIND, code);
+    }
+};
+template <int KIND>
+alignas(16) constexpr ByteTable<KIND> byte_table;
+
 // Where a number is the code itself, the offset of codes times the scale is subtracted behind the product, as minima are. All of these
 // products are exact.
 template <int KIND>
 constexpr bool PLAIN_CODES = REGISTER < 64 && KIND < IQ4_NL && BLOCK_SHAPES[KIND].offset != 0;
 
-// Numbers of codes.
+// Numbers of codes, eight inputs of an output at a time.
 template <int KIND>
 struct Numbers {
     static constexpr BlockShape SHAPE = BLOCK_SHAPES[KIND];
+    struct Codes {
+        Bits first, second;
+    };
+#if REGISTER == 32
+    // Codes of four bits and more are bytes first, since an instruction makes four times as many of them: inputs 0, 4, 1, 5 of an output
+    // and 2, 6, 3, 7. ``above``: the high bits.
+    static constexpr bool ARE_BYTES = SHAPE.low == 4;
+    static __attribute__((always_inline)) Codes codes(Bits words, Bits above) {
+        if constexpr (ARE_BYTES) return {bytes<0>(words, above), bytes<1>(words >> 4u, above)};
+        return {words, above};
+    }
+    template <int SECOND>
+    static __attribute__((always_inline)) Bits bytes(Bits words, Bits above) {
+        constexpr uint32_t UP = 4 - SHAPE.high * SECOND, MASK = 0x00100010u * ((1 << SHAPE.high) - 1);
+        Bits code = words & 0x0f0f0f0fu;
+        if constexpr (SHAPE.high > 0) code |= (above << UP & MASK) | (above << (UP + 8 - 2 * SHAPE.high) & MASK << 8);
+        if constexpr (KIND >= IQ4_NL) return looked_up_bytes(byte_table<KIND>.of, code);
+        return code;
+    }
+#else
+    static __attribute__((always_inline)) Codes codes(Bits words, Bits above) { return {words, above}; }
+#endif
 #ifdef WIDE
     __m512 low, high;
     __attribute__((always_inline)) Numbers() : low(_mm512_load_ps(number_table<KIND>.of)), high(_mm512_load_ps(number_table<KIND>.of + 16)) {}
-    // Input I of eight. ``above``: the high bits.
+    // Input I of eight.
     template <int I>
-    __attribute__((always_inline)) Lanes of(Bits words, Bits above) const {
-        const __m512i code = (__m512i)(words >> (16 * (I % 2) + SHAPE.low * (I / 2)));
+    __attribute__((always_inline)) Lanes of(const Codes& from) const {
+        const __m512i code = (__m512i)(from.first >> (16 * (I % 2) + SHAPE.low * (I / 2)));
         if constexpr (!SHAPE.high) return (Lanes)_mm512_permutexvar_ps(code, low);
         constexpr int UP = SHAPE.low - 16 * (I % 2) - SHAPE.high * (I / 2);
-        const __m512i bits = (__m512i)(UP > 0 ? above << (UP > 0 ? UP : 0) : above >> (UP > 0 ? 0 : -UP));
+        const __m512i bits = (__m512i)(UP > 0 ? from.second << (UP > 0 ? UP : 0) : from.second >> (UP > 0 ? 0 : -UP));
         // The low bits of the one, the others of the other.
         const __m512i all = _mm512_ternarylogic_epi32(_mm512_set1_epi32((1 << SHAPE.low) - 1), code, bits, 0xca);
         if constexpr (SHAPE.low + SHAPE.high <= 4) return (Lanes)_mm512_permutexvar_ps(all, low);
@@ -140,15 +191,26 @@ struct Numbers {
     }
 #else
     template <int I>
-    __attribute__((always_inline)) Lanes of(Bits words, Bits above) const {
-        Bits code = words >> (16 * (I % 2) + SHAPE.low * (I / 2)) & ((1u << SHAPE.low) - 1);
-        if constexpr (SHAPE.high > 0) {
-            constexpr int UP = SHAPE.low - 16 * (I % 2) - SHAPE.high * (I / 2);
-            constexpr uint32_t MASK = ((1u << SHAPE.high) - 1) << SHAPE.low;
-            if constexpr (UP > 0)
-                code |= above << UP & MASK;
-            else
-                code |= above >> -UP & MASK;
+    __attribute__((always_inline)) Lanes of(const Codes& from) const {
+        Bits code;
+#if REGISTER == 32
+        if constexpr (ARE_BYTES) {
+            constexpr int BYTE = I % 2 * 2 + I / 4;
+            const Bits four = I / 2 % 2 ? from.second : from.first;
+            if constexpr (KIND >= IQ4_NL) return converted<Lanes>((Ints)moved_byte<BYTE, 3>(four) >> 24);
+            code = moved_byte<BYTE, 0>(four);
+        } else
+#endif
+        {
+            code = from.first >> (16 * (I % 2) + SHAPE.low * (I / 2)) & ((1u << SHAPE.low) - 1);
+            if constexpr (SHAPE.high > 0) {
+                constexpr int UP = SHAPE.low - 16 * (I % 2) - SHAPE.high * (I / 2);
+                constexpr uint32_t MASK = ((1u << SHAPE.high) - 1) << SHAPE.low;
+                if constexpr (UP > 0)
+                    code |= from.second << UP & MASK;
+                else
+                    code |= from.second >> -UP & MASK;
+            }
         }
         if constexpr (KIND < IQ4_NL) return from_counts(PLAIN_CODES<KIND> ? code : code - (uint32_t)SHAPE.offset);
         return looked_up(number_table<KIND>.of, code);
@@ -158,21 +220,21 @@ struct Numbers {
 
 // Calls use.template at<I>(k, n, weights) for inputs k + I of the group, k = 0, 8, 16, 24, in order; n: one of V vectors of outputs.
 template <int KIND, int I, int V, typename USE>
-INLINE void eight_weights(USE& use, int64_t k, const Numbers<KIND>& numbers, const uint8_t* codes, const Bits (&words)[V],
-                          const Bits (&above)[V], const Lanes (&scale)[V], const Lanes (&minimum)[V]) {
+INLINE void eight_weights(USE& use, int64_t k, const Numbers<KIND>& numbers, const uint8_t* bytes,
+                          const typename Numbers<KIND>::Codes (&codes)[V], const Lanes (&scale)[V], const Lanes (&minimum)[V]) {
     if constexpr (I < 8) {
         for (int n = 0; n < V; n++) {
             Lanes number;
             if constexpr (BLOCK_SHAPES[KIND].low == 8)
-                number = from_bytes<KIND>(codes + (k + I) * PANEL + n * LANES);
+                number = from_bytes<KIND>(bytes + (k + I) * PANEL + n * LANES);
             else
-                number = numbers.template of<I>(words[n], above[n]);
+                number = numbers.template of<I>(codes[n]);
             if constexpr (BLOCK_SHAPES[KIND].has_minima || PLAIN_CODES<KIND>)
                 use.template at<I>(k, n, number * scale[n] - minimum[n]);
             else
                 use.template at<I>(k, n, number * scale[n]);
         }
-        eight_weights<KIND, I + 1, V>(use, k, numbers, codes, words, above, scale, minimum);
+        eight_weights<KIND, I + 1, V>(use, k, numbers, bytes, codes, scale, minimum);
     }
 }
 
@@ -219,19 +281,21 @@ INLINE void each_weight(const uint8_t* panel, int64_t group, int first, USE&& us
     if (first == 0)
         for (int64_t byte = 0; byte < SHAPE.group_size(); byte += 64) __builtin_prefetch(from + byte + AHEAD, 0, 3);
     Lanes scale[V] = {}, minimum[V] = {};
-    Bits words[V] = {}, above[V] = {};
     if constexpr (!SHAPE.is_halved) read_scales<KIND, V>(scale, minimum, scales, head, 0);
 #pragma GCC unroll 1
     for (int j = 0; j < 4; j++) {
         if constexpr (SHAPE.is_halved)
             if (j % 2 == 0) read_scales<KIND, V>(scale, minimum, scales, head, j / 2);
+        typename Numbers<KIND>::Codes read[V];
         for (int n = 0; n < V; n++) {
-            if constexpr (SHAPE.low == 4) words[n] = loaded<Bits>(codes + (2 * j + n) * 64);
-            if constexpr (SHAPE.low == 2) words[n] = loaded<Bits>(codes + (j / 2 * 2 + n) * 64) >> (uint32_t)(j % 2 * 8);
-            if constexpr (SHAPE.high == 2) above[n] = loaded<Bits>(high + (j / 2 * 2 + n) * 64) >> (uint32_t)(j % 2 * 8);
-            if constexpr (SHAPE.high == 1) above[n] = loaded<Bits>(high + n * 64) >> (uint32_t)(4 * j);
+            Bits words = {}, above = {};
+            if constexpr (SHAPE.low == 4) words = loaded<Bits>(codes + (2 * j + n) * 64);
+            if constexpr (SHAPE.low == 2) words = loaded<Bits>(codes + (j / 2 * 2 + n) * 64) >> (uint32_t)(j % 2 * 8);
+            if constexpr (SHAPE.high == 2) above = loaded<Bits>(high + (j / 2 * 2 + n) * 64) >> (uint32_t)(j % 2 * 8);
+            if constexpr (SHAPE.high == 1) above = loaded<Bits>(high + n * 64) >> (uint32_t)(4 * j);
+            read[n] = numbers.codes(words, above);
         }
-        eight_weights<KIND, 0, V>(use, 8 * j, numbers, codes, words, above, scale, minimum);
+        eight_weights<KIND, 0, V>(use, 8 * j, numbers, codes, read, scale, minimum);
     }
 }
 

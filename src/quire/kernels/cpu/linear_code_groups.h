@@ -82,7 +82,8 @@ struct CodeReader {
         Bits bits = {};
         if (SHAPE.high == 2) bits = loaded<Bits>(above + (J / 2 * 2 + n) * 64) >> (uint32_t)(J % 2 * 8);
         if (SHAPE.high == 1) bits = loaded<Bits>(above + n * 64) >> (uint32_t)(4 * J);
-        return in_pairs(numbers.template of<I>(words, bits), numbers.template of<I + 1>(words, bits));
+        const auto found = numbers.codes(words, bits);
+        return in_pairs(numbers.template of<I>(found), numbers.template of<I + 1>(found));
     }
 #endif
     template <int FIRST = 0, int END = 16, typename USE>
