@@ -111,7 +111,7 @@ export class Exchange {
     }
   }
 
-  /** A state file holds tokens and no messages, so its text stands as one, from which the model goes on. */
+  /** The text of a state file stands as one message, from which the model goes on. */
   async takeState(file) {
     const made = await (await this.app.client.upload("v1/sessions/state", file, { name: file.name.slice(0, 200) })).json();
     const found = await this.app.client.json("GET", sessionPath(made.id), {});
