@@ -94,6 +94,9 @@ def test_a_chat_goes_on_from_its_file(chat_client: httpx.Client) -> None:
     data = download(chat_client, name)
     again = ok(upload(chat_client, data))["id"]
     assert info(chat_client, again)["has_chat"] is True
+    messages = info(chat_client, again)["messages"]
+    assert [one["role"] for one in messages] == ["system", "user", "assistant", "user", "assistant"]
+    assert messages == info(chat_client, name)["messages"]
     for turn in ("slow", "again"):
         wanted = post(chat_client, name, "generate", messages=[user(turn)], **GREEDY)
         found = post(chat_client, again, "generate", messages=[user(turn)], **GREEDY)

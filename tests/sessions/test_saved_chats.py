@@ -91,6 +91,7 @@ def test_a_chat_goes_on_as_if_it_had_not_been_saved(
     loaded = other.load_session(tmp_path / "a.quire")
     assert loaded.has_chat is session.has_chat
     assert loaded._live.turns.written() == session._live.turns.written()
+    assert loaded.messages == session.messages
     again = other.session_from_bytes(loaded.fork().to_bytes())
     for turn, tools in (("the lazy", None), ("dog", TOOLS)):
         wanted = session.chat([user(turn)], greedy(6), tools=tools)

@@ -209,6 +209,12 @@ class Session(Uncopied):
         return bool(self._live.turns)
 
     @property
+    def messages(self) -> list[Mapping[str, Any]]:
+        """Return the messages that ``chat`` continues, the oldest first. ``FailedPrecondition``
+        without a tokenizer, if there are any."""
+        return chat.messages(self._live)
+
+    @property
     def last_commit(self) -> str | None:
         """Return the id of the commit that it was made from, or was last committed as. A fork has
         that of its parent."""
