@@ -404,10 +404,11 @@ class LLM(Uncopied):
     ) -> Session:
         """Return the session of a file by ``Session.save``, or of a row of a serialized KV cache.
 
-        ``row`` picks one of several rows of what ``KVCache.serialize`` returned. ``convert_dtype``
-        accepts another KV dtype. ``use_tqdm`` shows the bytes on stderr; None: on a terminal, if it
-        takes long. ``InvalidArgument`` (another model, dtype or version: expected and
-        found), ``DataLoss`` (damaged), ``NotFound``, ``ResourceExhausted``.
+        ``Session.chat`` continues the chat of the file. ``row`` picks one of several rows of what
+        ``KVCache.serialize`` returned. ``convert_dtype`` accepts another KV dtype. ``use_tqdm``
+        shows the bytes on stderr; None: on a terminal, if it takes long. ``InvalidArgument``
+        (another model, dtype or version: expected and found), ``DataLoss`` (damaged),
+        ``NotFound``, ``ResourceExhausted``.
         """
         return self._sessions.load(path, convert_dtype, row, use_tqdm)
 

@@ -501,6 +501,28 @@ def test_a_system_message_comes_before_all_turns(chat_folder: Path) -> None:
         assert chat._session.tokens[: len(wanted)] == wanted
 
 
+@pytest.mark.parametrize("where", ["here", "there"])
+def test_a_chat_goes_on_from_its_file(chat_folder: Path, chat_llm: AsyncLLM, tmp_path: Path, where: str) -> None:
+    def told(backend: Any) -> None:
+        chat = TerminalChat(backend, None, "Be brief.")
+        for line in ("one", "two", f"/save {tmp_path / 'a.quire'}", "three", "four", "/rewind", "five"):
+            chat.take(line)
+        said = [turn.answer for turn in chat._branch.turns[2:]]
+        length, text = len(chat._session), chat._session.text
+        other = TerminalChat(backend)
+        for line in (f"/load {tmp_path / 'a.quire'}", "three", "four", "/rewind", "five"):
+            other.take(line)
+        assert [turn.answer for turn in other._branch.turns] == said
+        assert (len(other._session), other._session.text) == (length, text)
+
+    if where == "here":
+        with LLM(chat_folder, **OPTIONS) as llm:
+            told(LocalBackend(llm, FIELDS))
+    else:
+        with serving(chat_llm) as served:
+            told(RemoteBackend(RemoteModel(Link(served.url)), FIELDS))
+
+
 def test_an_answer_is_given_again_as_sampling_was_set(plain_folder: Path) -> None:
     with LLM(plain_folder, **OPTIONS) as llm:
         chat = TerminalChat(LocalBackend(llm, {"temperature": 0, "max_tokens": 6, "ignore_eos": True}))

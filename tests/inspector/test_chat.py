@@ -1222,10 +1222,12 @@ def test_exports_can_be_imported(visit: Visit, inspected: Served, tmp_path: Path
             expect(page.locator(".sibling-count")).to_have_count(count)
             expect(page.locator(".messages .markdown")).to_have_text(shown)
         page.locator("input[accept]").set_input_files(state)
-        expect(answers(page)).to_have_count(1)
-        expect(answers(page)).to_contain_text("two")
+        expect(page.get_by_role("button", name="More about")).to_have_count(4)
+        expect(answers(page)).to_have_count(2)
+        expect(page.locator(".messages .markdown")).to_have_text(shown)
         ask(page, "and on")
-        assert figure(answers(page).last, "reused") > 24, "the state of the file"
+        # The template writes the answers anew, perhaps in other tokens than the model wrote.
+        assert figure(answers(page).last, "reused") > 0, "the state of the file"
     close_all(inspected.client)
 
 

@@ -48,6 +48,13 @@ MUTANTS = (
         tests=("sessions/test_state_metadata.py::test_every_field_of_a_session",),
     ),
     Mutant(
+        name="chats-of-any-size",
+        file="sessions/saving.py",
+        old="    if len(data) > MOST_CHAT:\n",
+        new="    if False:\n",
+        tests=("sessions/test_saved_chats.py::test_a_hostile_chat_is_refused_before_it_is_parsed",),
+    ),
+    Mutant(
         name="states-shorter-than-their-tokens",
         file="sessions/saving.py",
         old="not in (saved.total, max(0, saved.total - 1)):",

@@ -110,4 +110,11 @@ MUTANTS = (
         new="return branch.modified or",
         tests=("sessions/test_kept_sessions.py::test_another_dtype_is_not_computed_again",),
     ),
+    Mutant(
+        name="loaded-chats-begin-anew",
+        file="sessions/sources.py",
+        old="                session._live.turns = turns\n",
+        new="",
+        tests=("sessions/test_saved_chats.py::test_a_chat_goes_on_as_if_it_had_not_been_saved",),
+    ),
 )

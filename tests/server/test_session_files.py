@@ -24,10 +24,11 @@ from quire.server.http.errors import hiding
 from quire.server.http.settings import ServerSettings
 from quire.server.sessions.files import StateFileResponse, TemporaryFile, remove_leftovers
 from quire.server.sessions.held import StoredBytes
+from quire.statefile.container import plan_of, read_state, to_bytes
 from state_files import MISSING, NOT_A_NUMBER, changed, fields, metadata_of, of_metadata
 
 from .conftest import OPTIONS, STATE_FILE, Served, pages_free, serving, wait_for
-from .test_sessions import GREEDY, LONG, PROMPT, info, made, nothing_is_left, ok, post, refused, streaming
+from .test_sessions import GREEDY, LONG, PROMPT, info, made, nothing_is_left, ok, post, refused, streaming, user
 
 __all__ = ["nothing_is_left"]
 
@@ -84,6 +85,28 @@ def test_down_and_up_again(client: httpx.Client, tmp_path: Path) -> None:
         expected = session.generate(SamplingParams(**GREEDY)).outputs[0].token_ids
     for one in (name, found["id"]):
         assert post(client, one, "generate", **GREEDY)["choices"][0]["token_ids"] == expected
+
+
+def test_a_chat_goes_on_from_its_file(chat_client: httpx.Client) -> None:
+    name = made(chat_client, messages=[{"role": "system", "content": "Be brief."}, user("def fib(n):")])
+    post(chat_client, name, "generate", **GREEDY)
+    post(chat_client, name, "generate", messages=[user("fast")], **GREEDY)
+    data = download(chat_client, name)
+    again = ok(upload(chat_client, data))["id"]
+    assert info(chat_client, again)["has_chat"] is True
+    messages = info(chat_client, again)["messages"]
+    assert [one["role"] for one in messages] == ["system", "user", "assistant", "user", "assistant"]
+    assert messages == info(chat_client, name)["messages"]
+    for turn in ("slow", "again"):
+        wanted = post(chat_client, name, "generate", messages=[user(turn)], **GREEDY)
+        found = post(chat_client, again, "generate", messages=[user(turn)], **GREEDY)
+        assert found["choices"][0]["token_ids"] == wanted["choices"][0]["token_ids"]
+        assert info(chat_client, again)["tokens"] == info(chat_client, name)["tokens"]
+    with read_state(data) as file:
+        tensors = {name: file.tensor(name) for name in file.names}
+        tensors["chat"] = tensors["chat"][:-1]
+        cut = to_bytes(file.metadata, plan_of(tensors), tensors.items())
+    assert "the state file is malformed: chat is no JSON" in refused(upload(chat_client, cut), 400)
 
 
 def test_an_upload_in_pieces(client: httpx.Client, state: bytes) -> None:

@@ -83,10 +83,11 @@ def test_what_the_text_of_an_answer_says_can_be_told(chatty: LLM, stream: bool) 
     else:
         assert session.chat([user("The quick")], greedy(8), answer=read).outputs[0].text == texts[0]
     session.append(" fox")
+    turns = [user("The quick"), {"role": "assistant", "content": f"<{len(texts[0])}> fox"}, user("jumps")]
+    assert session.messages == turns[:2]
     output = session.chat([user("jumps")], greedy(2))
     assert len(texts) == 1
     assert chatty.tokenizer is not None
-    turns = [user("The quick"), {"role": "assistant", "content": f"<{len(texts[0])}> fox"}, user("jumps")]
     prompt = "".join(f"<|im_start|>{t['role']}\n{t['content']}<|im_end|>" for t in turns) + "<|im_start|>assistant\n"
     assert chatty.tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False) == prompt
     check(chatty)

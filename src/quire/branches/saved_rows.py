@@ -30,6 +30,8 @@ KV_CACHE_WITH_POSITIONS = "kv_cache_with_positions"
 """A separate kind, because a reader that ignores positions would continue at wrong ones."""
 NO_POSITIONS = "has tokens at positions that are not their indices, and those of a session stand at their indices"
 SESSION = "session"
+CHAT = "chat"
+"""The key and the tensor of a session's chat, which rows do without."""
 
 
 def other_eviction(window: Window) -> str:
@@ -161,6 +163,7 @@ def _check_names(file: StateFile, prefixes: Sequence[str], checked: Mapping[int,
     """Raise ``InvalidArgument`` for tensors that no row has. Tensors of rows outside of ``checked``
     are ignored."""
     expected = {name for row, one in checked.items() if one for name in sequencefile.tensor_names(one, prefixes[row])}
+    expected |= {CHAT} & file.metadata.keys()
     others = tuple(prefix for row, prefix in enumerate(prefixes) if row not in checked)
     if surplus := sorted(name for name in file.names if name not in expected and not name.startswith(others)):
         raise InvalidArgument(f"the state holds tensors that no row has: {surplus[:3]}; expected only k and v of rows")

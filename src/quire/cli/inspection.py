@@ -47,6 +47,7 @@ def facts_of(path: Path) -> dict[str, Any]:
             "exact": metadata.get("exact"),
             "exact_tokens": metadata.get("exact_tokens"),
             "modified": metadata.get("modified"),
+            "messages": metadata.get("chat"),
             "sequences": [_sequence(tokens, sequence) for tokens, sequence in _rows(metadata, path)],
         }
 
@@ -110,6 +111,8 @@ def print_description(found: Mapping[str, Any]) -> None:
         ("bytes", f"{found['bytes']:,} in the file, {found['state_bytes']:,} of state in {found['tensors']} tensors"),
         ("checksums", found["checksums"]),
     ]
+    if found["messages"] is not None:
+        rows.append(("chat", f"{found['messages']:,} messages"))
     for number, sequence in enumerate(found["sequences"]):
         window = "" if sequence["window"] is None else f", window {sequence['window']} with sink {sequence['sink']}"
         rows.append((f"sequence {number}", f"{sequence['num_tokens']} tokens{window}"))

@@ -36,7 +36,7 @@ _SESSION = re.compile(r"/v1/sessions/(session-[0-9a-f]{32})(?:/|$)")
 _RESPONSE = re.compile(rf"/v1/responses/({_ID})(?:/|$)")
 _MADE = re.compile(rb'"id": ?"((?:session-|resp_)[0-9a-f]{32})"')
 _FORKS = re.compile(rb"session-[0-9a-f]{32}")
-STAYS = {"pinned": "is pinned", "has_chat": "has a chat", "last_commit": "continues a commit"}
+STAYS = {"pinned": "is pinned", "last_commit": "continues a commit"}
 """Facts of a session with which it is not moved."""
 TO_ALL = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 BY_KEY = ("/v1/chats", "/slots")

@@ -59,6 +59,14 @@ def ask(
     return asked.in_tokens(tokens, shared, tokenizer), tokens
 
 
+def messages(live: LiveSequence) -> list[Mapping[str, Any]]:
+    """Return the messages of all turns, without the lock."""
+    turns, ids = live.turns, live.given_ids
+    if not turns:
+        return []
+    return turns.ask([], ids, live.require_tokenizer("messages"), None, turns.inputs).all_messages
+
+
 def answer_messages(
     live: LiveSequence,
     messages: Sequence[Mapping[str, Any]],

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from quire.base.errors import FailedPrecondition
 from quire.base.token_history import Ids, common_prefix
 from quire.engine.request import Request
+from quire.statefile.schema import Fault, StoredChat, fitted
 from quire.text.detokenizer import IncrementalDetokenizer
 from quire.text.spelled_tokens import SpelledTokens
 from quire.text.text_spans import pieces_of
@@ -129,15 +130,33 @@ class ChatTurns:
         return json.dumps(found, default=dict)
 
     @classmethod
-    def read(cls, written: str | None) -> ChatTurns:
-        """Return the turns that ``written`` gave."""
+    def read(cls, written: str | bytes | None) -> ChatTurns:
+        """Return the turns that ``written`` gave. ``Fault`` for anything else."""
         turns = cls()
-        if written is not None:
+        if written is None:
+            return turns
+        try:
             found = json.loads(written)
-            turns._turns = [Turn(end=end, message=one, is_answer=answer) for end, one, answer in found["turns"]]
-            turns._cut, turns._start = found["cut"], found["start"]
-            turns.inputs = TemplateInputs(**found.get("inputs", {}))
+        except (ValueError, RecursionError) as error:
+            raise Fault(f"chat is no JSON ({error})") from None
+        fitted(found, StoredChat, "chat")
+        turns._turns = [Turn(end=end, message=one, is_answer=answer) for end, one, answer in found["turns"]]
+        for index, turn in enumerate(turns._turns):
+            if turn.is_answer and isinstance(turn.message.get("content"), list):
+                raise Fault(f"chat.turns[{index}][1].content is a list; the text of an answer is expected")
+        turns._cut, turns._start = found["cut"], found["start"]
+        turns.inputs = TemplateInputs(**found.get("inputs", {}))
         return turns
+
+    @property
+    def messages(self) -> list[Mapping[str, Any]]:
+        """Return the messages of all turns."""
+        return [turn.message for turn in self._turns]
+
+    @property
+    def least_length(self) -> int:
+        """Return the number of tokens that a session with these turns has at least."""
+        return max(self._start or 0, *(turn.end for turn in self._turns), 0)
 
     def up_to(self, length: int) -> ChatTurns:
         """Return the turns of a fork of the first ``length`` tokens."""
@@ -240,7 +259,7 @@ class ChatTurns:
         added = "".join([*pieces, text.finish()])
         if not last.is_answer:
             return [*self._turns, Turn(end=len(ids), message={"role": "assistant", "content": added}, is_answer=True)]
-        message = {**last.message, "content": (last.message["content"] or "") + added}
+        message = {**last.message, "content": (last.message.get("content") or "") + added}
         return [*self._turns[:-1], Turn(end=len(ids), message=message, is_answer=True)]
 
     def answered(self, asked: Asked, request: Request, length: int) -> None:

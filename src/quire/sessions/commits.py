@@ -137,7 +137,7 @@ def draft(live: LiveSequence, message: str) -> CommitDraft:
     modified = saving.needs_state(branch) or bool(stored.keys.layout.refusal)
     objects: Mapping[ObjectKey, Callable[[], bytes]]
     if modified:
-        blob = saving.to_bytes(engine, branch, live.identity)
+        blob = saving.to_bytes(live)
         key = _file_key(blob, len(branch.tokens))
         names, objects, fork = StateNames(file=(key.name, len(blob))), {key: lambda: blob}, None
     else:

@@ -33,6 +33,7 @@ from quire.sessions import saving
 from quire.sessions.chat_turns import ChatTurns
 from quire.sessions.prompts import cache_key
 from quire.sessions.session import Session
+from quire.statefile.schema import Fault
 from quire.store.journal import End, SessionJournal, SessionRecord
 from quire.store.journal_writer import JournalWriter
 
@@ -128,6 +129,10 @@ class KeptSessions:
             )
             raise NotFound(f"the session was made by another model ({differing}); it goes on where that one runs")
         engine = self._engine
+        try:
+            turns = ChatTurns.read(record.chat)
+        except Fault as fault:
+            raise StoreDamaged(f"the session's record is malformed: {fault}") from None
         if record.state is not None:
             try:
                 with saving.opened(engine, self.journal.state_path(record)) as file, engine.lock:
@@ -147,7 +152,7 @@ class KeptSessions:
                     what="the session",
                 )
                 session = self._session_of(branch)
-        session._live.turns, session._live.last_commit = ChatTurns.read(record.chat), record.commit
+        session._live.turns, session._live.last_commit = turns, record.commit
         session.name, session.labels = record.name, record.labels
         return session
 

@@ -21,6 +21,7 @@ from quire.sessions import commits, saving
 from quire.sessions.chat_turns import ChatTurns
 from quire.sessions.session import Session
 from quire.sessions.sources import SessionSources
+from quire.statefile.schema import Fault
 from quire.store.collection import Collected, collect
 from quire.store.commits import SessionCommit, checked_branch, space_of
 from quire.store.history import Difference, History
@@ -44,6 +45,11 @@ def checkout(sources: SessionSources, name: str, owner: str) -> Session:
 
     commit, ids_T, turns, blob = _ask(sources, "checkout", owner, read)
     what = f"commit {commit.id[:12]}"
+    chat = None if commit.chat is None else json.dumps({"turns": turns, **commit.chat})
+    try:
+        spoken = ChatTurns.read(chat)
+    except (TypeError, Fault) as fault:
+        raise StoreDamaged(f"{what} is damaged: {fault}") from None
     try:
         check_model(commit.model, sources.identity.fields())
         if commit.state.file is not None:
@@ -61,8 +67,7 @@ def checkout(sources: SessionSources, name: str, owner: str) -> Session:
         if not str(error).startswith(what):
             error.about(what)
         raise
-    chat = None if commit.chat is None else json.dumps({"turns": turns, **commit.chat})
-    session._live.turns, session._live.last_commit = ChatTurns.read(chat), commit.id
+    session._live.turns, session._live.last_commit = spoken, commit.id
     session.labels, session._keeper = commit.labels, sources.kept
     return session
 

@@ -195,11 +195,11 @@ class LiveSequence:
         return branch
 
     @contextmanager
-    def forked(self, verb: str) -> Iterator[SessionBranch]:
-        """Fork the branch for one call."""
+    def forked(self, verb: str) -> Iterator[LiveSequence]:
+        """Fork the session for one call."""
         with self.engine.lock:
-            branch = self.engine.branches.fork(self.require_idle(verb), len(self))
+            fork = self.child(self.engine.branches.fork(self.require_idle(verb), len(self)), len(self))
         try:
-            yield branch
+            yield fork
         finally:
-            self.engine.forget(branch)
+            self.engine.forget(fork.branch)

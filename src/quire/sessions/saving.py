@@ -4,24 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from quire.adapters.history import as_read, written
 from quire.adapters.keys import private_salt
 from quire.base.errors import DataLoss, FailedPrecondition, InvalidArgument, ResourceExhausted, Unsupported
 from quire.base.token_history import Ids, TokenHistory
-from quire.branches.saved_rows import NO_POSITIONS, SESSION, load_row, other_eviction, read_rows
+from quire.branches.saved_rows import CHAT, NO_POSITIONS, SESSION, load_row, other_eviction, read_rows
 from quire.branches.session_branch import SessionBranch
 from quire.engine.engine import Engine
 from quire.engine.progress_bars import byte_bar, counted, verify_shown
 from quire.kv import sequencefile
 from quire.kv.windows import Window
 from quire.models.fingerprint import ModelIdentity
-from quire.statefile.container import HeaderLimits, StateFile, TensorSpec, read_state, write_state
+from quire.sessions.chat_turns import ChatTurns
+from quire.sessions.live_sequence import LiveSequence
+from quire.statefile.container import HeaderLimits, StateFile, TensorSpec, bytes_of, plan_of, read_state, write_state
 from quire.statefile.container import to_bytes as container_bytes
+from quire.statefile.header import MAX_CONTAINERS, check_json, containers
 from quire.statefile.schema import check_metadata
 
 LONGEST = 1 << 22
@@ -30,29 +35,32 @@ MOST_RUNS = 10_000
 """Changes of the adapter that a file holds at most."""
 MOST_ROWS = 16
 """Rows that a KV cache may have of which one is loaded as a session."""
+MOST_CHAT = 1 << 25
+"""Bytes of a chat that a file holds at most."""
 
 
-def save(
-    engine: Engine, branch: SessionBranch, identity: ModelIdentity, path: Path, use_tqdm: bool | None = False
-) -> None:
-    metadata, plan, tensors = parts(engine, branch, identity)
+def save(live: LiveSequence, path: Path, use_tqdm: bool | None = False) -> None:
+    metadata, plan, tensors = parts(live, live.turns)
     with byte_bar("Saving", sum(one.nbytes for one in plan), use_tqdm) as bar:
         size = write_state(path, metadata, plan, counted(tensors, bar))
-    engine.metrics.state_bytes_saved.inc(size)
+    live.engine.metrics.state_bytes_saved.inc(size)
 
 
-def to_bytes(engine: Engine, branch: SessionBranch, identity: ModelIdentity) -> bytes:
-    metadata, plan, tensors = parts(engine, branch, identity)
+def to_bytes(live: LiveSequence, turns: ChatTurns | None = None) -> bytes:
+    """Return a session's file; without ``turns`` it has no chat."""
+    metadata, plan, tensors = parts(live, turns or ChatTurns())
     data = container_bytes(metadata, plan, tensors)
-    engine.metrics.state_bytes_saved.inc(len(data))
+    live.engine.metrics.state_bytes_saved.inc(len(data))
     return data
 
 
 def parts(
-    engine: Engine, branch: SessionBranch, identity: ModelIdentity
+    live: LiveSequence, turns: ChatTurns
 ) -> tuple[dict[str, Any], list[TensorSpec], Iterator[tuple[str, Tensor]]]:
-    """Return metadata, plan and tensors of a session. ``Unsupported`` if it is longer than ``load``
-    takes, ``FailedPrecondition`` if more than its last token is not computed."""
+    """Return metadata, plan and tensors of a session with these turns. ``Unsupported`` if it is
+    longer than ``load`` takes, ``FailedPrecondition`` if more than its last token is not computed.
+    ``InvalidArgument`` for turns that ``load`` does not take."""
+    engine, branch = live.engine, live.branch
     require_computed(branch)
     runs, tokens = written(branch.runs, engine.branches.fingerprint_of), branch.tokens.ids.tolist()
     for count, most, what in (
@@ -63,7 +71,7 @@ def parts(
             raise Unsupported(f"the session has {count} {what}; a state file holds at most {most}")
     metadata: dict[str, Any] = {
         "kind": SESSION,
-        "model": identity.fields(),
+        "model": live.identity.fields(),
         "adapters": runs,
         "exact": branch.origin.exact,
         **({} if branch.origin.exact else {"exact_tokens": branch.origin.inexact_from}),
@@ -73,10 +81,66 @@ def parts(
         "positions": [0, len(tokens)],
         "sequence": None,
     }
-    if branch.seq is None:
-        return metadata, [], iter(())
-    metadata["sequence"], plan, tensors = sequencefile.describe(engine.runner.state, branch.seq)
+    plan, tensors = list[TensorSpec](), iter(list[tuple[str, Tensor]]())
+    chat = _written(turns)
+    if branch.seq is not None:
+        metadata["sequence"], plan, tensors = sequencefile.describe(engine.runner.state, branch.seq)
+    if chat is not None:
+        # As a tensor: a long text costs no reader of the header anything.
+        metadata[CHAT] = len(turns.messages)
+        spoken = {CHAT: torch.frombuffer(bytearray(chat), dtype=torch.uint8)}
+        plan, tensors = [*plan, *plan_of(spoken)], chain(tensors, spoken.items())
     return metadata, plan, tensors
+
+
+def _written(turns: ChatTurns) -> bytes | None:
+    """Return the chat of a file; None if there is none."""
+    try:
+        data = (turns.written() or "").encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        message = f"a message of the session's chat is no JSON ({error}); a state file holds only such"
+        raise InvalidArgument(message) from None
+    if not data:
+        return None
+    try:
+        _read(memoryview(data))
+    except ValueError as error:
+        raise InvalidArgument(f"the session's chat cannot be saved: {error}") from None
+    return data
+
+
+def turns_of(file: StateFile) -> ChatTurns:
+    """Return the turns of the chat in a file; none if it has no chat. ``DataLoss`` for a malformed
+    one. ``check_metadata`` has accepted the file's metadata."""
+    metadata: Mapping[str, Any] = file.metadata
+    if CHAT not in metadata:
+        return ChatTurns()
+    count, spec = metadata[CHAT], file.specs.get(CHAT)
+    if spec is None or spec.dtype != torch.uint8 or len(spec.shape) != 1:
+        raise DataLoss(f"the state file has a chat of {count} messages; a tensor {CHAT!r} of bytes is expected")
+    try:
+        turns = _read(bytes_of(file.tensor(CHAT)))
+    except ValueError as error:
+        raise DataLoss(f"the state file is malformed: {error}") from None
+    found, length, total = len(turns.messages), turns.least_length, len(metadata["tokens"])
+    if found != count or length > total:
+        raise DataLoss(
+            f"the state file has {total} tokens and a chat of {count} messages; its tensor {CHAT!r} has {found} messages "
+            f"in {length} tokens"
+        )
+    return turns
+
+
+def _read(data: memoryview) -> ChatTurns:
+    """Return the turns of a chat. ``ValueError``: it is malformed, or more than a file holds."""
+    if len(data) > MOST_CHAT:
+        raise ValueError(f"a chat of at most {MOST_CHAT} bytes is expected, {len(data)} are found")
+    # As of headers: the brackets in texts count too, so that these need not be told apart.
+    if (found := containers(text := bytes(data))) > MAX_CONTAINERS:
+        raise ValueError(f"a chat with at most {MAX_CONTAINERS} opening brackets is expected, {found} are found")
+    turns = ChatTurns.read(text)
+    check_json([turns.messages, turns.inputs.tools, turns.inputs.variables], "a chat")
+    return turns
 
 
 def require_computed(branch: SessionBranch) -> None:

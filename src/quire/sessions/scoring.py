@@ -61,7 +61,8 @@ def score(live: LiveSequence, text: Text) -> list[float]:
             return []
         live.engine.checks_of(branch).length(len(live) + new.size, None)
     live.compute("score")
-    with live.forked("score") as fork:
+    with live.forked("score") as forked:
+        fork = forked.branch
         # The session's last token and all scored ones but the last give the logits of the next.
         first = len(fork.tokens) - 1
         live.engine.branches.rewind(fork, first)

@@ -205,8 +205,14 @@ class Session(Uncopied):
 
     @property
     def has_chat(self) -> bool:
-        """Return whether ``chat`` continues earlier turns. State files do not have these."""
+        """Return whether ``chat`` continues earlier turns."""
         return bool(self._live.turns)
+
+    @property
+    def messages(self) -> list[Mapping[str, Any]]:
+        """Return the messages that ``chat`` continues, the oldest first. ``FailedPrecondition``
+        without a tokenizer, if there are any."""
+        return chat.messages(self._live)
 
     @property
     def last_commit(self) -> str | None:
@@ -503,24 +509,24 @@ class Session(Uncopied):
     @uninterrupted
     def save(self, path: str | Path, *, use_tqdm: bool | None = None) -> None:
         """Write the state file: under a temporary name, synced, renamed. Tokens that are not
-        computed yet are computed first. The file has no name, labels, nor messages of a chat:
-        ``chat`` on a loaded session begins a new conversation behind its tokens; ``commit`` keeps
-        labels and messages. ``use_tqdm`` shows the bytes on stderr; None: on a terminal, if it
-        takes long."""
+        computed yet are computed first. The file has the messages of a chat, which ``chat`` on a
+        loaded session continues, but no name and labels. ``use_tqdm`` shows the bytes on stderr;
+        None: on a terminal, if it takes long. ``InvalidArgument``: the chat is longer than a file
+        holds, or a message of it is no JSON."""
         if not isinstance(path, (str, Path)) or not str(path):
             raise InvalidArgument(f"save takes the name of a file, got {path!r}; to_bytes gives bytes", field="path")
         if use_tqdm is not None:
             require_bool("use_tqdm", use_tqdm)
         self._live.compute_to_save("save")
-        with self._live.forked("save") as branch:
-            saving.save(self._engine, branch, self._live.identity, Path(path), use_tqdm)
+        with self._live.forked("save") as fork:
+            saving.save(fork, Path(path), use_tqdm)
 
     @uninterrupted
     def to_bytes(self) -> bytes:
         """Return the bytes of the state file."""
         self._live.compute_to_save("to_bytes")
-        with self._live.forked("to_bytes") as branch:
-            return saving.to_bytes(self._engine, branch, self._live.identity)
+        with self._live.forked("to_bytes") as fork:
+            return saving.to_bytes(fork, fork.turns)
 
     @uninterrupted
     @kept

@@ -164,9 +164,12 @@ class SessionSources:
         require_bool("convert_dtype", convert_dtype)
         if row is not None:
             check_int("row", row, None, also="or None")
-        with saving.opened(self.engine, source, use_tqdm) as file, self.engine.lock:
-            loaded = saving.load(self.engine, file, self.identity, convert_dtype=convert_dtype, row=row)
-            session = self.session_of(loaded)
+        with saving.opened(self.engine, source, use_tqdm) as file:
+            turns = saving.turns_of(file)
+            with self.engine.lock:
+                loaded = saving.load(self.engine, file, self.identity, convert_dtype=convert_dtype, row=row)
+                session = self.session_of(loaded)
+                session._live.turns = turns
         session._keeper = self.kept
         return session
 

@@ -142,9 +142,9 @@ class HeaderDraft:
                 f"metadata and names of {len(plan)} tensors make a header of {self.data_start - 8} bytes; "
                 f"a state file holds at most {MAX_HEADER_BYTES}"
             )
-        if (containers := _containers(encoded)) > MAX_CONTAINERS:
+        if (found := containers(encoded)) > MAX_CONTAINERS:
             raise InvalidArgument(
-                f"metadata and {len(plan)} tensors make a header of {containers} arrays and objects; a state file holds at "
+                f"metadata and {len(plan)} tensors make a header of {found} arrays and objects; a state file holds at "
                 f"most {MAX_CONTAINERS}"
             )
 
@@ -197,7 +197,7 @@ def _check_plan(plan: Sequence[TensorSpec]) -> None:
 def _metadata_text(metadata: Mapping[str, JSON]) -> str:
     if not isinstance(metadata, Mapping):
         raise InvalidArgument(f"metadata must be a mapping, got {type(metadata).__name__}")
-    _check_json(metadata, MAX_METADATA_DEPTH)
+    check_json(metadata, "metadata")
     try:
         text = _canonical(metadata)
     except (TypeError, ValueError) as error:
@@ -207,20 +207,21 @@ def _metadata_text(metadata: Mapping[str, JSON]) -> str:
     return text
 
 
-def _check_json(value: object, levels: int) -> None:
-    """Refuse keys that json.dumps would change silently and depth that a reader might not parse."""
+def check_json(value: object, what: str, levels: int = MAX_METADATA_DEPTH) -> None:
+    """Refuse keys that json.dumps would change silently and depth that a reader might not parse.
+    ``what``: the name of all of it."""
     if not isinstance(value, Mapping | list | tuple):
         return
     if levels == 0:
-        raise InvalidArgument(f"metadata may be nested {MAX_METADATA_DEPTH} levels deep, this is deeper")
+        raise InvalidArgument(f"{what} may be nested {MAX_METADATA_DEPTH} levels deep, this is deeper")
     if isinstance(value, Mapping):
         for key, item in value.items():
             if not isinstance(key, str):
-                raise InvalidArgument(f"keys in metadata must be str, got {key!r}")
-            _check_json(item, levels - 1)
+                raise InvalidArgument(f"keys in {what} must be str, got {key!r}")
+            check_json(item, what, levels - 1)
     elif not set(map(type, value)) <= {int, float, str, bool}:  # long lists of token ids are not walked in Python
         for item in value:
-            _check_json(item, levels - 1)
+            check_json(item, what, levels - 1)
 
 
 def _canonical(value: object) -> str:
@@ -287,7 +288,7 @@ def _checked_json(view: memoryview, label: str, limits: HeaderLimits) -> memoryv
     end = 8 + size
     text = bytes(view[8:end])
     for what, most, found in (
-        ("arrays and objects", limits.containers, _containers(text)),
+        ("arrays and objects", limits.containers, containers(text)),
         ("values", limits.values, text.count(b",")),
     ):
         if found > most:
@@ -301,7 +302,7 @@ def _checked_json(view: memoryview, label: str, limits: HeaderLimits) -> memoryv
     return view[8:end]
 
 
-def _containers(text: bytes) -> int:
+def containers(text: bytes) -> int:
     """Return the number of arrays and objects in JSON text, or more if strings have brackets."""
     return text.count(b"[") + text.count(b"{")
 

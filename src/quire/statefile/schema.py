@@ -145,6 +145,37 @@ class StoredSession(Document, frozen=True):
     positions: tuple[Count, Count]
     sequence: StoredSequence | None
     exact_tokens: Count | None = None
+    chat: Count | UnsetType = UNSET
+    """The messages of its chat, which is in the tensor ``chat``."""
+
+
+class StoredCall(msgspec.Struct, frozen=True):
+    """The checked fields of a message's tool call, which may have others."""
+
+    function: dict[str, Any] | UnsetType = UNSET
+
+
+class StoredMessage(msgspec.Struct, frozen=True):
+    """The checked fields of a chat's message, which may have others."""
+
+    role: str
+    content: str | list[Any] | None = None
+    tool_calls: list[StoredCall] | None = None
+
+
+class StoredInputs(Document, frozen=True):
+    tools: list[dict[str, Any]] | None
+    variables: dict[str, Any]
+
+
+class StoredChat(Document, frozen=True):
+    """The chat of a session, also in journals and commits."""
+
+    turns: list[tuple[Count, StoredMessage, bool]]
+    """Of each message its end, itself, and whether the model wrote it."""
+    cut: bool
+    start: Count | None
+    inputs: StoredInputs | UnsetType = UNSET
 
 
 class StoredCache(Document, frozen=True, kw_only=True):

@@ -84,6 +84,8 @@ def state_file_picture(view: StateFileView) -> Summary:
         ("checksums", str(found["checksums"])),
         ("adapters", str(found["adapters"] or "none")),
     ]
+    if found["messages"] is not None:
+        facts.append(("chat", f"{found['messages']:,} messages"))
     for number, one in enumerate(found["sequences"]):
         layers = "; ".join(f"{count} × {kind}" for kind, count in one["layers"].items())
         facts.append((f"sequence {number}", f"{one['num_tokens']:,} tokens; {layers}"))

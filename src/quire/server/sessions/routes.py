@@ -276,6 +276,8 @@ async def describe(session_id: str, request: Request, rewind_to: RewindTo = None
         content = {"tokens": ids, "text": None}
         if (tokenizer := context.llm.tokenizer) is not None:
             content["text"] = await asyncio.to_thread(tokenizer.decode, ids, skip_special_tokens=True)
+            # While an answer is generated, its tokens are those of no message yet.
+            content["messages"] = await asyncio.to_thread(lambda: session.messages) if held.busy is None else None
     description: dict[str, Any] = {
         **summary,
         "num_tokens": length,

@@ -111,12 +111,25 @@ export class Exchange {
     }
   }
 
-  /** A state file holds tokens and no messages, so its text stands as one, from which the model goes on. */
+  /** A state file has the messages of a chat. Other text stands as one message, from which the model goes on. */
   async takeState(file) {
     const made = await (await this.app.client.upload("v1/sessions/state", file, { name: file.name.slice(0, 200) })).json();
     const found = await this.app.client.json("GET", sessionPath(made.id), {});
-    const tree = new Tree({ title: file.name.replace(/\.quire$/i, ""), titled: Date.now() });
-    tree.add(null, { role: "assistant", content: found.text ?? "", finish: "stop", name: "state file", session: { id: made.id, tokens: made.num_tokens, exact: found.exact } });
+    const title = file.name.replace(/\.quire$/i, "");
+    const session = { id: made.id, tokens: made.num_tokens, exact: found.exact };
+    let tree = null;
+    if (found.messages?.at(-1)?.role === "assistant") {
+      try {
+        tree = new Tree(conversationsOf(JSON.stringify(found.messages), title)[0].document);
+        tree.patch(tree.leafBelow(null), { session });
+      } catch {
+        // Roles that this page does not know.
+      }
+    }
+    if (!tree) {
+      tree = new Tree({ title, titled: Date.now() });
+      tree.add(null, { role: "assistant", content: found.text ?? "", finish: "stop", name: "state file", session });
+    }
     await this.chat.adopt(tree.document());
   }
 }
