@@ -290,6 +290,25 @@ def test_a_proposer_that_fails_is_dropped(llama: Tiny, proposer: Any) -> None:
     assert executor.drafting.dropped.startswith(f"the proposer {proposer.name} ")
 
 
+def test_a_proposer_that_fails_to_forget_a_row_is_dropped(llama: Tiny) -> None:
+    """The call counts, of which a row that went back or a released cache is a part."""
+
+    class Unforgetting(Told):
+        def ended(self, context: Context) -> None:
+            raise ZeroDivisionError("cannot let go")
+
+    executor = make_executor(llama, executor_type=SPECULATIVE, drafting=drafting(Unforgetting([])))
+    assert executor.drafting is not None
+    cache = executor.prefill(prompt(PROMPTS[0])).kv_cache.cache
+    LlmExecutor(executor).sample_tokens(4, inputs([3]), cache)
+    assert not executor.drafting.dropped
+    executor.truncate_kv(cache, 5)
+    assert len(LlmExecutor(executor).sample_tokens(4, inputs([3]), cache)) == 4
+    assert executor.drafting.dropped == "the proposer told raised ZeroDivisionError: cannot let go"
+    executor.release_cache(cache.cache_id)
+    assert executor.pool.state.empty()
+
+
 # -- speculative_decode ----------------------------------------------------------------------------
 
 
@@ -342,6 +361,21 @@ def test_own_drafts(llama: Tiny) -> None:
     output = executor.speculative_decode(token(found[0].kv_cache, best[0][6]), None, 1.0, sampling=sampling)
     assert output.next_probs is not None
     assert float(output.next_probs.sum()) == pytest.approx(1.0)
+
+
+def test_own_drafts_are_asked_for_by_calls_that_are_right(llama: Tiny) -> None:
+    """A proposer that is asked learns of the row, so a refused call does not ask."""
+    told = Told([])
+    executor = make_executor(llama, executor_type=SPECULATIVE, drafting=drafting(told))
+    handle = executor.prefill(prompt(PROMPTS[0])).kv_cache
+    for match, given in (
+        ("sampling must be a RequestSampling", {"sampling": SamplingParams()}),
+        ("draft_probabilities belong to draft_tokens", {"draft_probabilities": torch.full((1, VOCAB), 1 / VOCAB)}),
+        ("draft_parents belong to draft_tokens", {"draft_parents": [-1]}),
+    ):
+        with refused(InvalidArgument, executor, handle.cache, match=match):
+            executor.speculative_decode(token(handle, 1), None, 1.0, **given)
+    assert (told.asked, told.held) == (0, set())
 
 
 def test_certain_drafts_keep_the_targets_distribution(llama: Tiny) -> None:

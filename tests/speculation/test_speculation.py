@@ -562,6 +562,29 @@ def test_a_proposer_that_fails_is_dropped(make_llm: MakeLLM, llama: Checkpoint, 
     assert output.speculation.drafted == 0
 
 
+class Unforgetting(Told):
+    """Fails when a request has ended, and when it is to forget old ones."""
+
+    def ended(self, context: Context) -> None:
+        raise RuntimeError("cannot let go")
+
+    def forget(self) -> None:
+        raise RuntimeError("cannot forget")
+
+
+def test_a_proposer_that_fails_at_the_end_of_a_request(make_llm: MakeLLM, llama: Checkpoint) -> None:
+    """The request ends all the same: its session goes on, and its pages come back."""
+    llm = speculating(make_llm, llama, Unforgetting())
+    with llm.session(PROMPT) as session:
+        first = session.generate(greedy(8))
+        assert first.outputs[0].error is None
+        assert first.speculation is not None
+        assert first.speculation.dropped == "the proposer told raised RuntimeError: cannot let go"
+        again = session.generate(greedy(8)).outputs[0].token_ids
+    assert [*first.outputs[0].token_ids, *again] == llama.greedy(PROMPT, 16)
+    llm.reset_prefix_cache()
+
+
 def test_more_drafts_than_asked_for_are_cut(make_llm: MakeLLM, llama: Checkpoint) -> None:
     class Talkative(Told):
         def _draft(self, context: Context, most: int) -> Draft:
