@@ -47,6 +47,9 @@ STEPS = 24
 class Everything(Controller):
     """Takes all drafts, whatever they cost."""
 
+    def may_gain(self, *_: int) -> bool:
+        return True
+
     def depths(self, promises: Sequence[Sequence[float]], *, decodes: int, rows: int, most: int) -> list[int]:
         return [len(chain) for chain in promises]
 
@@ -137,6 +140,28 @@ def test_drafts_change_no_token(tiny: Tiny, params: list[SamplingParams], right:
     executor.prefill(prompt([1]))
     assert not told.held, "rows that are gone are forgotten"
     check_pages(executor)
+
+
+def test_a_proposer_is_not_asked_for_drafts_that_cannot_pay(llama: Tiny) -> None:
+    """Where each further row takes as long as the first one. It knows the least chance of others."""
+    plain = sampled(make_executor(llama), GREEDY)
+    leasts: list[float] = []
+
+    class Watches(Told):
+        def _draft(self, context: Context, most: int) -> Draft:
+            leasts.append(context.least)
+            return super()._draft(context, most)
+
+    for dear in (True, False):
+        told = Watches([ids + tokens for ids, tokens in zip(PROMPTS, plain, strict=True)], 1.0)
+        made = Drafting(told, 5, VOCAB)
+        costs = made.controller.costs
+        costs.measured = lambda *_: None  # type: ignore[method-assign]
+        costs.seconds = lambda rows, dear=dear: float(rows) if dear else 1.0  # type: ignore[method-assign, misc]
+        executor = make_executor(llama, executor_type=SPECULATIVE, drafting=made)
+        assert sampled(executor, GREEDY) == plain
+        assert bool(told.asked) is not dear
+    assert set(leasts) == {Controller.least(len(GREEDY))}
 
 
 def test_large_batches_measure_what_a_draft_costs(llama: Tiny) -> None:

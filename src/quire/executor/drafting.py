@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -61,9 +61,12 @@ class Drafting:
         known = [] if self.dropped else [self._known(cache, row, ids) for cache, row, ids in rows]
         if self.dropped:
             return [Draft()] * len(rows)
-        most = [max(0, min(self.depth, count)) for count in most]
+        most, decodes = [max(0, min(self.depth, count)) for count in most], len(rows)
+        if not self.controller.may_gain(decodes, decodes, sum(most)):
+            return [Draft()] * decodes
+        least = self.controller.least(decodes)
         try:
-            found = proposed(self.proposer, [one.context for one in known], most)
+            found = proposed(self.proposer, [replace(one.context, least=least) for one in known], most)
             problems = [problem_of(draft, self._vocab_size, count) for draft, count in zip(found, most, strict=True)]
             if bad := next(filter(None, problems), ""):
                 self.dropped = f"the proposer {self.proposer.name} {bad}"
@@ -73,7 +76,7 @@ class Drafting:
             return [Draft()] * len(rows)
         found = [draft.chain().first(count) for draft, count in zip(found, most, strict=True)]
         promises = [draft.promises(one.trust.factor) for one, draft in zip(known, found, strict=True)]
-        depths = self.controller.depths(promises, decodes=len(rows), rows=len(rows), most=sum(map(len, found)))
+        depths = self.controller.depths(promises, decodes=decodes, rows=decodes, most=sum(map(len, found)))
         return [draft.first(depth) for draft, depth in zip(found, depths, strict=True)]
 
     def record_accepted(self, cache: KVCache, row: int, draft: Draft, accepted: int) -> None:
