@@ -521,6 +521,36 @@ def test_windowed_sessions(make_llm: MakeLLM, llama: Checkpoint) -> None:
     assert drafts_of(llm)._metrics.accepted_tokens.value > 0
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3-next"])
+def test_a_processor_that_ends_its_own_stream(
+    make_llm: MakeLLM, checkpoints: dict[str, Checkpoint], tmp_path: Path, family: str
+) -> None:
+    """While drafts behind its token have run, and are not verified: the session has none of them.
+    With recurrent layers these are a tree."""
+    checkpoint = checkpoints.get(family) or make_family(family, tmp_path)
+    told = Told(right=1.0)
+    told.known = [PROMPT + checkpoint.greedy(PROMPT, 40)]
+    llm = speculating(make_llm, checkpoint, told, kv_cache_memory="4MiB")
+    for calls in range(1, 8):
+        left = calls
+        with llm.session(PROMPT) as session:
+
+            def leave(ids: Sequence[int], logits_V: torch.Tensor) -> torch.Tensor:
+                nonlocal left
+                left -= 1
+                if not left:
+                    stream.close()
+                return logits_V
+
+            stream = session.stream(greedy(40, logits_processors=[leave]))
+            said = [token for delta in stream for token in delta.token_ids]
+            assert len(said) == calls - 1
+            check(llm)
+            session.append([7, 8, 9])
+            ids = session.tokens
+            assert session.generate(greedy(8)).outputs[0].token_ids == checkpoint.greedy(ids, 8)
+
+
 # -- who proposes ----------------------------------------------------------------------------------
 
 
