@@ -143,7 +143,7 @@ def test_drafts_change_no_token(tiny: Tiny, params: list[SamplingParams], right:
 
 
 def test_a_proposer_is_not_asked_for_drafts_that_cannot_pay(llama: Tiny) -> None:
-    """Where each further row takes as long as the first one. It knows the least chance of others."""
+    """Where a further row takes as long as the first one. It knows the least chance of others."""
     plain = sampled(make_executor(llama), GREEDY)
     leasts: list[float] = []
 

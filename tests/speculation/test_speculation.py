@@ -30,7 +30,7 @@ from tests.small_llms import (
     token_ids,
 )
 
-from quire import LLM, SamplingParams, Speculation
+from quire import LLM, SamplingParams, Session, Speculation
 from quire.base.errors import InvalidArgument, NotFound, QuireError, Unsupported
 from quire.engine.drafts import Drafts
 from quire.kv.recurrent import bytes_per_state
@@ -532,23 +532,26 @@ def test_a_processor_that_ends_its_own_stream(
     told.known = [PROMPT + checkpoint.greedy(PROMPT, 40)]
     llm = speculating(make_llm, checkpoint, told, kv_cache_memory="4MiB")
     for calls in range(1, 8):
-        left = calls
         with llm.session(PROMPT) as session:
-
-            def leave(ids: Sequence[int], logits_V: torch.Tensor) -> torch.Tensor:
-                nonlocal left
-                left -= 1
-                if not left:
-                    stream.close()
-                return logits_V
-
-            stream = session.stream(greedy(40, logits_processors=[leave]))
-            said = [token for delta in stream for token in delta.token_ids]
+            said = left_at(session, calls)
             assert len(said) == calls - 1
             check(llm)
             session.append([7, 8, 9])
             ids = session.tokens
             assert session.generate(greedy(8)).outputs[0].token_ids == checkpoint.greedy(ids, 8)
+
+
+def left_at(session: Session, calls: int) -> list[int]:
+    """The tokens of a stream that a logits processor closes, when it is called so often."""
+    left = iter(range(calls - 1, -1, -1))
+
+    def leave(ids: Sequence[int], logits_V: torch.Tensor) -> torch.Tensor:
+        if not next(left):
+            stream.close()
+        return logits_V
+
+    stream = session.stream(greedy(40, logits_processors=[leave]))
+    return [token for delta in stream for token in delta.token_ids]
 
 
 # -- who proposes ----------------------------------------------------------------------------------
