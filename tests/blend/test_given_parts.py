@@ -108,6 +108,24 @@ def test_rows_that_the_retriever_does_not_bring(make_llm: MakeLLM, llama: Checkp
     check(llm)
 
 
+@pytest.mark.parametrize("verb", ["result", "close"])
+def test_a_retriever_that_fails_ends_no_request(
+    make_llm: MakeLLM, llama: Checkpoint, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    """Neither its own, nor one beside it in the step; nothing of them is left."""
+
+    def fail(*_: object) -> None:
+        raise ConnectionError("the shelf is far away")
+
+    monkeypatch.setattr(TrueTask, verb, fail)
+    retriever = TrueRetriever()
+    llm = with_rows(make_llm(llama, blend_retriever=retriever), retriever)
+    found = llm.generate([PROMPT, QUESTION], greedy(6), blend=blended(0.1))
+    assert [one.outputs[0].token_ids for one in found] == [llama.greedy(ids, 6) for ids in (IDS, QUESTION)]
+    assert ("did not come" in told(found[0]).reason) is (verb == "result")
+    check(llm)
+
+
 WRONG: dict[str, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]] = {
     "heads": lambda k, v, origins: (k[:, :1], v[:, :1], origins),
     "columns": lambda k, v, origins: (k[..., 1:], v, origins),

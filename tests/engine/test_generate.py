@@ -201,6 +201,14 @@ def test_cancel_in_every_phase(make_llm: MakeLLM, llama: Checkpoint, steps: int)
     engine.step()
 
 
+def test_a_request_without_a_name_takes_no_given_one(small: LLM) -> None:
+    engine = engine_of(small)
+    given = engine.submit(ids(PROMPT), greedy(3), request_id="request-0")
+    made = [one for _ in range(2) for one in engine.submit(ids(PROMPT), greedy(3))]
+    engine.run([*given, *made])
+    assert [one.request_id for one in made] == ["request-1", "request-2"]
+
+
 def test_a_late_cancel_does_not_hit_the_next_of_that_name(small: LLM) -> None:
     engine = engine_of(small)
     first = engine.submit(ids(PROMPT), greedy(3), request_id="name")

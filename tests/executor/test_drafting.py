@@ -47,6 +47,9 @@ STEPS = 24
 class Everything(Controller):
     """Takes all drafts, whatever they cost."""
 
+    def may_gain(self, *_: int) -> bool:
+        return True
+
     def depths(self, promises: Sequence[Sequence[float]], *, decodes: int, rows: int, most: int) -> list[int]:
         return [len(chain) for chain in promises]
 
@@ -137,6 +140,28 @@ def test_drafts_change_no_token(tiny: Tiny, params: list[SamplingParams], right:
     executor.prefill(prompt([1]))
     assert not told.held, "rows that are gone are forgotten"
     check_pages(executor)
+
+
+def test_a_proposer_is_not_asked_for_drafts_that_cannot_pay(llama: Tiny) -> None:
+    """Where a further row takes as long as the first one. It knows the least chance of others."""
+    plain = sampled(make_executor(llama), GREEDY)
+    leasts: list[float] = []
+
+    class Watches(Told):
+        def _draft(self, context: Context, most: int) -> Draft:
+            leasts.append(context.least)
+            return super()._draft(context, most)
+
+    for dear in (True, False):
+        told = Watches([ids + tokens for ids, tokens in zip(PROMPTS, plain, strict=True)], 1.0)
+        made = Drafting(told, 5, VOCAB)
+        costs = made.controller.costs
+        costs.measured = lambda *_: None  # type: ignore[method-assign]
+        costs.seconds = lambda rows, dear=dear: float(rows) if dear else 1.0  # type: ignore[method-assign, misc]
+        executor = make_executor(llama, executor_type=SPECULATIVE, drafting=made)
+        assert sampled(executor, GREEDY) == plain
+        assert bool(told.asked) is not dear
+    assert set(leasts) == {Controller.least(len(GREEDY))}
 
 
 def test_large_batches_measure_what_a_draft_costs(llama: Tiny) -> None:
@@ -290,6 +315,25 @@ def test_a_proposer_that_fails_is_dropped(llama: Tiny, proposer: Any) -> None:
     assert executor.drafting.dropped.startswith(f"the proposer {proposer.name} ")
 
 
+def test_a_proposer_that_fails_to_forget_a_row_is_dropped(llama: Tiny) -> None:
+    """The call counts, of which a row that went back or a released cache is a part."""
+
+    class Unforgetting(Told):
+        def ended(self, context: Context) -> None:
+            raise ZeroDivisionError("cannot let go")
+
+    executor = make_executor(llama, executor_type=SPECULATIVE, drafting=drafting(Unforgetting([])))
+    assert executor.drafting is not None
+    cache = executor.prefill(prompt(PROMPTS[0])).kv_cache.cache
+    LlmExecutor(executor).sample_tokens(4, inputs([3]), cache)
+    assert not executor.drafting.dropped
+    executor.truncate_kv(cache, 5)
+    assert len(LlmExecutor(executor).sample_tokens(4, inputs([3]), cache)) == 4
+    assert executor.drafting.dropped == "the proposer told raised ZeroDivisionError: cannot let go"
+    executor.release_cache(cache.cache_id)
+    assert executor.pool.state.empty()
+
+
 # -- speculative_decode ----------------------------------------------------------------------------
 
 
@@ -342,6 +386,21 @@ def test_own_drafts(llama: Tiny) -> None:
     output = executor.speculative_decode(token(found[0].kv_cache, best[0][6]), None, 1.0, sampling=sampling)
     assert output.next_probs is not None
     assert float(output.next_probs.sum()) == pytest.approx(1.0)
+
+
+def test_own_drafts_are_asked_for_by_calls_that_are_right(llama: Tiny) -> None:
+    """A proposer that is asked learns of the row, so a refused call does not ask."""
+    told = Told([])
+    executor = make_executor(llama, executor_type=SPECULATIVE, drafting=drafting(told))
+    handle = executor.prefill(prompt(PROMPTS[0])).kv_cache
+    for match, given in (
+        ("sampling must be a RequestSampling", {"sampling": SamplingParams()}),
+        ("draft_probabilities belong to draft_tokens", {"draft_probabilities": torch.full((1, VOCAB), 1 / VOCAB)}),
+        ("draft_parents belong to draft_tokens", {"draft_parents": [-1]}),
+    ):
+        with refused(InvalidArgument, executor, handle.cache, match=match):
+            executor.speculative_decode(token(handle, 1), None, 1.0, **given)
+    assert (told.asked, told.held) == (0, set())
 
 
 def test_certain_drafts_keep_the_targets_distribution(llama: Tiny) -> None:

@@ -29,8 +29,8 @@ MUTANTS = (
     Mutant(
         name="drafts-behind-a-stop-stay",
         file="engine/in_flight.py",
-        old="if ahead or request in self.reading.drafted:",
-        new="if ahead:",
+        old="if state.sequence_length(branch.seq) > branch.computed or state.pending_nodes(branch.seq):",
+        new="if state.pending_nodes(branch.seq):",
         tests=(f"{TESTS}::test_stops_cut_within_drafts",),
     ),
     Mutant(

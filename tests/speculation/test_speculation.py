@@ -30,7 +30,7 @@ from tests.small_llms import (
     token_ids,
 )
 
-from quire import LLM, SamplingParams, Speculation
+from quire import LLM, SamplingParams, Session, Speculation
 from quire.base.errors import InvalidArgument, NotFound, QuireError, Unsupported
 from quire.engine.drafts import Drafts
 from quire.kv.recurrent import bytes_per_state
@@ -521,6 +521,40 @@ def test_windowed_sessions(make_llm: MakeLLM, llama: Checkpoint) -> None:
     assert drafts_of(llm)._metrics.accepted_tokens.value > 0
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3-next"])
+def test_a_processor_that_ends_its_own_stream(
+    make_llm: MakeLLM, checkpoints: dict[str, Checkpoint], tmp_path: Path, family: str
+) -> None:
+    """While drafts behind its token have run, and are not verified: the session has none of them.
+    With recurrent layers these are a tree."""
+    checkpoint = checkpoints.get(family) or make_family(family, tmp_path)
+    told = Told(right=1.0)
+    told.known = [PROMPT + checkpoint.greedy(PROMPT, 40)]
+    llm = speculating(make_llm, checkpoint, told, kv_cache_memory="4MiB")
+    for calls in range(1, 8):
+        with llm.session(PROMPT) as session:
+            said = left_at(session, calls)
+            assert len(said) == calls - 1
+            assert session.sequence_id is not None
+            assert engine_of(llm).runner.state.sequence_length(session.sequence_id) == session.num_computed
+            session.append([7, 8, 9])
+            ids = session.tokens
+            assert session.generate(greedy(8)).outputs[0].token_ids == checkpoint.greedy(ids, 8)
+
+
+def left_at(session: Session, calls: int) -> list[int]:
+    """The tokens of a stream that a logits processor closes, when it is called so often."""
+    left = iter(range(calls - 1, -1, -1))
+
+    def leave(ids: Sequence[int], logits_V: torch.Tensor) -> torch.Tensor:
+        if not next(left):
+            stream.close()
+        return logits_V
+
+    stream = session.stream(greedy(40, logits_processors=[leave]))
+    return [token for delta in stream for token in delta.token_ids]
+
+
 # -- who proposes ----------------------------------------------------------------------------------
 
 
@@ -560,6 +594,29 @@ def test_a_proposer_that_fails_is_dropped(make_llm: MakeLLM, llama: Checkpoint, 
     assert output.speculation is not None
     assert reason in output.speculation.dropped
     assert output.speculation.drafted == 0
+
+
+class Unforgetting(Told):
+    """Fails when a request has ended, and when it is to forget old ones."""
+
+    def ended(self, context: Context) -> None:
+        raise RuntimeError("cannot let go")
+
+    def forget(self) -> None:
+        raise RuntimeError("cannot forget")
+
+
+def test_a_proposer_that_fails_at_the_end_of_a_request(make_llm: MakeLLM, llama: Checkpoint) -> None:
+    """The request ends all the same: its session goes on, and its pages come back."""
+    llm = speculating(make_llm, llama, Unforgetting())
+    with llm.session(PROMPT) as session:
+        first = session.generate(greedy(8))
+        assert first.outputs[0].error is None
+        assert first.speculation is not None
+        assert first.speculation.dropped == "the proposer told raised RuntimeError: cannot let go"
+        again = session.generate(greedy(8)).outputs[0].token_ids
+    assert [*first.outputs[0].token_ids, *again] == llama.greedy(PROMPT, 16)
+    llm.reset_prefix_cache()
 
 
 def test_more_drafts_than_asked_for_are_cut(make_llm: MakeLLM, llama: Checkpoint) -> None:

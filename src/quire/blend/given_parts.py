@@ -5,6 +5,7 @@ Letters: N tokens of a prompt; T rows of a batch; A rows that are alive; R chunk
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -25,6 +26,8 @@ from quire.contracts.kv_state import ModelState
 from quire.contracts.layers import RopeSpec
 from quire.contracts.model import Block, OpenPass
 from quire.ops.rope import RotaryTable
+
+logger = logging.getLogger("quire.blend")
 
 
 def checked_part(name: str, given: object, verb: str) -> Any:
@@ -71,8 +74,11 @@ class RetrievedRows:
         ]
 
     def close(self) -> None:
-        """Close the task."""
-        self._task.close()
+        """Close the task. One that fails is left, as its request may be ending."""
+        try:
+            self._task.close()
+        except Exception:
+            logger.warning("a task of the blend retriever failed to close", exc_info=True)
 
 
 def _by_token(layer_id: int, rows: Tensor, like: Tensor) -> Tensor:

@@ -297,10 +297,17 @@ class Drafts:
         return self._ahead != 0
 
     def ended(self, request: Request) -> None:
-        """Forget a request that has ended. Its counts go into its output."""
+        """Forget a request that has ended. Its counts go into its output. A proposer that fails at
+        that is named there, too."""
         self.record_accepted(request)
-        if (notes := self._requests.pop(request, None)) is None:
+        if (notes := self._requests.get(request)) is None:
             return
+        if not notes.dropped:
+            try:
+                self._proposer.ended(context_of(request))
+            except Exception as error:
+                self._drop([request], error)
+        del self._requests[request]
         if request.params is not None:
             request.output.speculation = SpeculationCounts(
                 drafted=notes.drafted,
@@ -309,13 +316,14 @@ class Drafts:
                 by_proposer=notes.by_proposer or {self._proposer.name: (0, 0)},
                 dropped=notes.dropped,
             )
-        if not notes.dropped:
-            self._proposer.ended(context_of(request))
 
     def forget(self) -> None:
         """Let proposers forget requests that have ended."""
         if isinstance(self._proposer, Remembering):
-            self._proposer.forget()
+            try:
+                self._proposer.forget()
+            except Exception:
+                logger.warning("the proposer %s failed to forget old requests", self._proposer.name, exc_info=True)
 
 
 def context_of(request: Request, least: float = 0.0) -> Context:

@@ -88,13 +88,13 @@ class InFlightSteps:
         """The steps that pipeline stages run, the first one first. All their tokens are known."""
 
     def withdraw(self, request: Request) -> None:
-        """Roll back a request that ends. This does nothing unless a step ahead has run its next
-        token, or the step that is being read has run drafts of it."""
-        if self.reading is None:
+        """Take back what steps have run of a request that ends, and does not count: its next token
+        in a step ahead, or drafts that are not verified yet."""
+        branch, state = request.branch, self._branches.state
+        if branch.seq is None:
             return
-        ahead = self.last is not None and request in self.last.scheduled.requests
-        if ahead or request in self.reading.drafted:
-            self._branches.rollback(request.branch, request.branch.computed)
+        if state.sequence_length(branch.seq) > branch.computed or state.pending_nodes(branch.seq):
+            self._branches.rollback(branch, branch.computed)
 
     def repair(self, running: Iterable[Request]) -> None:
         """Correct the requests' counts of computed tokens, after an interrupted step."""

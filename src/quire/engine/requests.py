@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -52,7 +52,7 @@ class Requests:
     closed: bool = False
     """Whether no more requests are accepted."""
     _cancelled: set[str] = field(default_factory=set)
-    _numbers: Iterable[int] = field(default_factory=itertools.count)
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     # -- the beginning -----------------------------------------------------------------------------
 
@@ -60,7 +60,10 @@ class Requests:
         """Return the id of a new request, a fresh one without ``request_id``."""
         if self.closed:
             raise FailedPrecondition("the LLM is closed; make a new one")
-        name = f"request-{next(iter(self._numbers))}" if request_id is None else request_id
+        name = request_id
+        while name is None:
+            fresh = f"request-{next(self._numbers)}"
+            name = None if fresh in self.by_id else fresh  # a caller may have given that name to one
         if name in self.by_id:
             raise InvalidArgument(f"request id {name!r} is in use; give a new one", field="request_id")
         # A late cancel of the last request of this name is not meant for the new one.

@@ -89,7 +89,7 @@ class SamplingStep:
         self.ends = ends
         self._gaps = gaps
         self.kernel: DrawKernel | None = None
-        """Draws for rows that need no order; None: PyTorch's operations do."""
+        """Draws tokens on the logits' device; None: PyTorch's operations do."""
         self.seen: SeenTokens | None = None
         """Counts tokens for penalties on the logits' device; None: they are brought there."""
         self.later = False

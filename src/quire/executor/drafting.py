@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -58,23 +58,25 @@ class Drafting:
         """Return the drafts of each row, at most ``most[i]`` of row i. The controller chooses the
         number. Of a tree only the likeliest chain is taken. ``rows``: a cache, the number of a row
         of it, and all tokens of the row; the last token has not run."""
+        known = [] if self.dropped else [self._known(cache, row, ids) for cache, row, ids in rows]
         if self.dropped:
             return [Draft()] * len(rows)
-        known = [self._known(cache, row, ids) for cache, row, ids in rows]
-        most = [max(0, min(self.depth, count)) for count in most]
+        most, decodes = [max(0, min(self.depth, count)) for count in most], len(rows)
+        if not self.controller.may_gain(decodes, decodes, sum(most)):
+            return [Draft()] * decodes
+        least = self.controller.least(decodes)
         try:
-            found = proposed(self.proposer, [one.context for one in known], most)
+            found = proposed(self.proposer, [replace(one.context, least=least) for one in known], most)
             problems = [problem_of(draft, self._vocab_size, count) for draft, count in zip(found, most, strict=True)]
             if bad := next(filter(None, problems), ""):
                 self.dropped = f"the proposer {self.proposer.name} {bad}"
         except Exception as error:
-            logger.warning("the proposer %s failed; rows go on without it", self.proposer.name, exc_info=True)
-            self.dropped = f"the proposer {self.proposer.name} raised {type(error).__name__}: {error}"
+            self._drop(error)
         if self.dropped:
             return [Draft()] * len(rows)
         found = [draft.chain().first(count) for draft, count in zip(found, most, strict=True)]
         promises = [draft.promises(one.trust.factor) for one, draft in zip(known, found, strict=True)]
-        depths = self.controller.depths(promises, decodes=len(rows), rows=len(rows), most=sum(map(len, found)))
+        depths = self.controller.depths(promises, decodes=decodes, rows=decodes, most=sum(map(len, found)))
         return [draft.first(depth) for draft, depth in zip(found, depths, strict=True)]
 
     def record_accepted(self, cache: KVCache, row: int, draft: Draft, accepted: int) -> None:
@@ -88,7 +90,19 @@ class Drafting:
     def forget(self, live: Collection[str]) -> None:
         """Forget the rows of all caches but ``live`` ones."""
         for name in [name for name in self._rows if name[0] not in live]:
-            self.proposer.ended(self._rows.pop(name).context)
+            self._end(self._rows.pop(name).context)
+
+    def _end(self, context: Context) -> None:
+        """Let the proposer forget a row. One that fails is not asked any more."""
+        try:
+            self.proposer.ended(context)
+        except Exception as error:
+            self._drop(error)
+
+    def _drop(self, error: Exception) -> None:
+        """Leave out the proposer, from within the handling of its error."""
+        logger.warning("the proposer %s failed; rows go on without it", self.proposer.name, exc_info=True)
+        self.dropped = f"the proposer {self.proposer.name} raised {type(error).__name__}: {error}"
 
     def _known(self, cache: KVCache, row: int, ids: Ids) -> KnownRow:
         name: tuple[str, int] = cache.cache_id, row
@@ -98,7 +112,7 @@ class Drafting:
             if len(ids) >= len(before) and np.array_equal(ids[: len(before)], before):
                 known.context = Context(name, ids, known.context.num_prompt, None)
                 return known
-            self.proposer.ended(known.context)
+            self._end(known.context)
         known = self._rows[name] = KnownRow(Context(name, ids, len(ids), None))
         return known
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import cast
 
@@ -321,12 +321,10 @@ class Executor(Uncopied):
         executor_types.require_whole(self.executor_type, [item.cache for item in items], operation.verb)
         require_together(self.pool, items)
         certain, drafts = draft_tokens is None, [Draft()] * len(items)
-        if draft_tokens is None:
-            drafts = self._drafts_of(items, operation.verb)
-            draft_tokens = [draft.tokens for draft in drafts]
+        given: Sequence[Sequence[int]] = [()] * len(items) if draft_tokens is None else draft_tokens
         calls = []
         for number, (item, tokens, rows, sampling, tree) in enumerate(
-            zip(items, draft_tokens, probabilities, samplings, parents, strict=True)
+            zip(items, given, probabilities, samplings, parents, strict=True)
         ):
             with naming_item(operation.verb, number) if len(items) > 1 else nullcontext():
                 calls.append(
@@ -340,6 +338,9 @@ class Executor(Uncopied):
                         draft_parents=tree,
                     )
                 )
+        if certain:
+            drafts = self._drafts_of(items, operation.verb)
+            calls = [replace(call, drafts=list(draft.tokens)) for call, draft in zip(calls, drafts, strict=True)]
         watch = Stopwatch(self.pool.facts.device)
         outputs = verification.speculate(self.pool, calls, threshold, operation)
         seconds = watch.seconds()
@@ -351,7 +352,7 @@ class Executor(Uncopied):
                 if certain and item.cache is not None:
                     self.drafting.record_accepted(item.cache, 0, draft, output.acceptance_count)
         if self.on_drafts is not None:
-            self.on_drafts(sum(map(len, draft_tokens)), accepted)
+            self.on_drafts(sum(len(call.drafts) for call in calls), accepted)
         return outputs
 
     def _drafts_of(self, items: Sequence[CallItem], verb: str) -> list[Draft]:

@@ -196,17 +196,25 @@ def checked_speculation(
     sampling: RequestSampling | SamplingParams | None,
     draft_parents: Sequence[int] | None,
 ) -> Speculated:
-    """Check the drafts of one sequence. ``certain``: they were not drawn from probabilities."""
+    """Check the drafts of one sequence. ``certain``: they were not drawn from probabilities, but
+    will be the proposer's."""
     if isinstance(sampling, SamplingParams):
         raise InvalidArgument(f"speculative_decode: sampling must be {PARAMS_OF_A_REQUEST}; got SamplingParams")
     if item.asked != LOGITS_ONLY:
         raise Unsupported(f"speculative_decode: {LOGITS_OF_SPECULATION}")
     if item.batch_size != 1:
         raise InvalidArgument(f"speculation is for one sequence; the cache has {item.batch_size} rows")
+    for name, value in (("draft_probabilities", draft_probabilities), ("draft_parents", draft_parents)):
+        if certain and value is not None:
+            raise InvalidArgument(
+                f"speculative_decode: {name} belong to draft_tokens, and without these the executor's own proposer "
+                "drafts; give both or neither",
+                field=name,
+            )
     drafts = list(draft_tokens)
     require_vocabulary(np.array(drafts, dtype=object), pool.facts.vocab_size, "draft_tokens")
     parents = None if draft_parents is None else tree_of(draft_parents, len(drafts), "draft_parents")
-    if (draft_probabilities is None) != (sampling is None) and not (certain and draft_probabilities is None):
+    if not certain and (draft_probabilities is None) != (sampling is None):
         raise InvalidArgument(
             "exact mode takes draft_probabilities and sampling together; the threshold rule takes neither"
         )
