@@ -273,6 +273,10 @@ def serve(
             )
     settings = ServerSettings(**given)
     _require_server("quire serve")
+    from quire.server.http.listeners import bind
+
+    for listener in bind(settings.host, settings.port):  # refused here, before a load that may take minutes
+        listener.close()
     from quire.async_llm import AsyncLLM
 
     # The server's modules are imported while the weights are packed, which leaves Python free.
