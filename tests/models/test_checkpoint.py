@@ -136,7 +136,7 @@ def test_a_file_that_cannot_be_mapped(single_file: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda path: (path / "config.json").unlink(), "has no config.json"),
+        (lambda path: (path / "config.json").unlink(), "has neither config.json nor a GGUF file"),
         (lambda path: (path / "config.json").write_text("{"), "config.json is not valid JSON"),
         (lambda path: (path / "config.json").write_bytes(b"\xff\xfe\x00"), "config.json cannot be read"),
         (lambda path: (path / "config.json").write_text("[1]"), "JSON list; expected an object"),

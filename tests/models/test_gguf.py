@@ -383,7 +383,7 @@ def test_files_by_name(mixed_file: Path, tmp_path: Path) -> None:
     with pytest.raises(NotFound, match=r"2 GGUF files: tiny-Q4_K_M.gguf, tiny-Q4_K_S.gguf; name one of them") as caught:
         resolve_model(str(folder))
     assert resolve_model(str(caught.value).rpartition("as in ")[2]) == one
-    with pytest.raises(NotFound, match="no GGUF file with Q8_0 in its name"):
+    with pytest.raises(NotFound, match=r"no GGUF file with Q8_0 in its name; it has tiny-Q4_K_M.gguf, tiny-Q4_K_S"):
         resolve_model(f"{folder}:Q8_0")
     # A name without the ending: by its first bytes.
     blob = Path(shutil.copy(mixed_file, folder / "sha256-0123"))
@@ -508,7 +508,7 @@ def test_a_file_of_a_repository(mixed_file: Path, tmp_path: Path, monkeypatch: p
         NotFound, match=r"GGUF files only: x-Q8_0.gguf, x-Q4_K_M.gguf; name one of them, as in org/x:x-Q8_0"
     ):
         resolve_model("org/x")
-    with pytest.raises(NotFound, match="org/x has no GGUF file with Q8_0 in its name"):
+    with pytest.raises(NotFound, match=r"org/x has no GGUF file with Q8_0 in its name; it has x-Q8_0.gguf, x-Q4_"):
         resolve_model("org/x:Q8_0")
     shutil.copy(mixed_file, tmp_path / "x-Q4_K_M.gguf")
     assert resolve_model("org/x:Q4_K_M") == tmp_path / "x-Q4_K_M.gguf"
