@@ -454,6 +454,37 @@ def served_with(
     return options, settings
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["generate", "x", "--max-tokens", "0"], "--max-tokens: max_tokens must be"),
+        (["generate", "x", "--min-tokens", "9", "--max-tokens", "8"], "--min-tokens: "),
+        (["generate", "def \udcff"], "the prompt is not UTF-8: byte 0xff at index 4"),
+        (["chat", "tiny-python", "--top-p", "2"], "--top-p: top_p must be"),
+        (["run", "tiny-python", "def \udcff"], "LINE is not UTF-8: byte 0xff at index 4"),
+    ],
+)
+def test_wrong_values_are_refused_before_the_load(
+    words: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "_load", lambda *_: pytest.fail("the model was loaded"))
+    assert run(*words, monkeypatch=monkeypatch) == 2
+    assert f"quire: {says}" in capsys.readouterr().err
+
+
+def test_the_only_line_of_a_chat_is_not_to_be_continued(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "_load", lambda *_: llm)
+    assert run("run", "tiny-python", "def add(a, b):", "--max-tokens", "3", monkeypatch=monkeypatch) == 0
+    err = capsys.readouterr().err
+    assert "; cut there, by --max-tokens or the end of the context]" in err
+    assert "/continue" not in err
+    monkeypatch.setattr(llm.tokenizer, "chat_templates", {})
+    assert run("run", "tiny-python", "def add(a, b):", "--max-tokens", "3", monkeypatch=monkeypatch) == 0
+    assert "this model has no chat template: it continues the line" in capsys.readouterr().err
+
+
 def test_an_address_that_is_taken_is_refused_before_the_load(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
