@@ -239,8 +239,10 @@ def test_unknown_arguments_and_too_little_memory(single_file: Path, monkeypatch:
 
 
 def test_failed_allocation_is_resource_exhausted() -> None:
-    with pytest.raises(ResourceExhausted, match="bytes for its weights on cpu"):
-        lazy_parameters.allocate({"weight": (1 << 30, 1 << 30)}, torch.float32, torch.device("cpu"))
+    """With the bytes of each parameter in its own type."""
+    shapes, kept = {"weight": (1 << 30, 1 << 30), "norm": (1 << 30, 1 << 30)}, {"norm": torch.bfloat16}
+    with pytest.raises(ResourceExhausted, match=r"needs 6442450944.00 GiB \(.*\) of address space .* on cpu"):
+        lazy_parameters.allocate(shapes, torch.float32, torch.device("cpu"), kept)
 
 
 @pytest.mark.turns(3)

@@ -315,9 +315,13 @@ def test_blocks_that_stay_as_they_are_take_no_more_where_bfloat16_is_slow(
     kernels = layer_kernels(torch.device("cpu"))
     blocks = write_gguf(mixed.path, tmp_path / "model-Q8_0.gguf", "Q8_0")
     assert load_model(blocks, kernels=kernels).dtype == torch.float32
-    assert not caplog.text
     halves = write_gguf(mixed.path, tmp_path / "model-BF16.gguf", "BF16")
     assert load_model(halves, kernels=kernels).dtype == torch.float32
+    assert not caplog.text  # less than a megabyte
+    monkeypatch.setattr(loading, "MUCH", 0)
+    load_model(blocks, kernels=kernels)
+    assert not caplog.text
+    load_model(halves, kernels=kernels)
     assert re.search(r"no fast bfloat16, so the weights take \d MiB in float32, not \d MiB", caplog.text)
     # The advice for too little memory has what helps.
     monkeypatch.setattr(loading, "free_memory", lambda device: 1 << 15)

@@ -56,8 +56,8 @@ PLAIN = LayerKernels()
 WHOLE = Grid()
 QUANTIZATIONS: tuple[Quantization, ...] = ("int8", "int4")
 """Forms of weights that are proposed where memory does not suffice."""
-WIDER = 1.2
-"""The share by which float32 takes more memory, from which on that is told."""
+WIDER, MUCH = 1.2, 1 << 28
+"""The share and the bytes by which float32 takes more memory, from which on that is told."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -319,7 +319,7 @@ def resolve_dtype(
 def _note_widened(stored: torch.dtype, dtype: torch.dtype, before: int, taken: int) -> None:
     """Log what the choice of "auto" costs, if that is much: weights that stay in the blocks of a
     GGUF file cost nothing."""
-    if stored != dtype and taken > WIDER * before:
+    if stored != dtype and taken > WIDER * before and taken - before >= MUCH:
         logger.warning(
             "dtype auto: this CPU has no fast %s, so the weights take %.0f MiB in %s, not %.0f MiB",
             str(stored).removeprefix("torch."),
