@@ -167,6 +167,8 @@ def test_config_file_sets_options_and_the_command_line_wins(
             "fields temperature, top_p, top_k, min_p, repetition_penalty, max_new_tokens",
         ),
         (["serve", "x", "--mmproj", "y"], "quire: there is no option --mmproj here; only text is taken"),
+        (["serve", "x", "-t", "0"], "quire: -t '0': a number of 1 or more is accepted"),
+        (["chat", "x", "--threads", "all"], "quire: --threads 'all': a number of 1 or more is accepted"),
         (["serve", "x", "-np"], "Option '--max-num-seqs' requires an argument"),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",

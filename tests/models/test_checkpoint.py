@@ -312,4 +312,4 @@ def test_progress_shows_only_on_a_terminal(
     load_model(single_file, progress=False)
     assert capsys.readouterr().err == ""
     load_model(single_file, progress=True)
-    assert "loading single" in capsys.readouterr().err
+    assert "Loading: " in capsys.readouterr().err

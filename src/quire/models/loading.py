@@ -163,7 +163,7 @@ def load_model(
         here = {name: place for name, place in places.items() if own is None or place.parameter in own}
         total = checkpoint.nbytes(one for name, place in here.items() for one in place.stored(name))
         hidden = not (progress and on_terminal())
-        with Bar(total=total, unit="B", unit_scale=True, desc=f"loading {path.name}", disable=hidden) as bar:
+        with Bar(total=total, unit="B", unit_scale=True, desc="Loading", disable=hidden) as bar:
             weights = LazyParameters(checkpoint, places, resolved, device, bar, own)
             model = family.build(config, weights, values)
             if stages is not None and own is not None:
