@@ -40,7 +40,8 @@ from quire.async_llm import AsyncLLM
 from quire.base.errors import InvalidArgument, QuireError
 from quire.models.catalogue import bundled_models
 from quire.server.http.app import create_app
-from quire.server.http.serving import Server, bind, url_of
+from quire.server.http.listeners import bind, url_of
+from quire.server.http.serving import Server
 from quire.server.http.settings import ServerSettings
 from quire_bench.reports import print_json, print_table
 

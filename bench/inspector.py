@@ -30,7 +30,8 @@ from typing import IO
 
 from quire import LLM, AsyncLLM, SamplingParams
 from quire.server.http.app import create_app
-from quire.server.http.serving import Server, bind, url_of
+from quire.server.http.listeners import bind, url_of
+from quire.server.http.serving import Server
 from quire_bench.reports import Spread, interleave, print_json, print_table
 from quire_inspector.routes.state_answers import encoded_document
 

@@ -28,7 +28,8 @@ from quire import LLM, AsyncLLM, SamplingParams
 from quire.base.errors import NotFound
 from quire.cli.remote_chat import Link
 from quire.server.http.app import create_app
-from quire.server.http.serving import Server, bind, url_of
+from quire.server.http.listeners import bind, url_of
+from quire.server.http.serving import Server
 from quire.server.http.settings import ServerSettings
 from quire_inspector.top import Watch, screen
 from screenshot_chat import conversation

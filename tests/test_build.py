@@ -89,7 +89,7 @@ def test_what_weights_leave_is_what_the_pool_is_checked_against(monkeypatch: pyt
 def test_quantised_weights_need_less_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     free = 8 << 20  # 13.26 MiB in bfloat16, 3.9 MiB and the embedding in int4
     monkeypatch.setattr(loading, "free_memory", lambda device: free)
-    helps = "give quantization int8 or int4.*or take a smaller model"
+    helps = "give quantization int8 or int4, free some memory, or take a smaller model"
     with pytest.raises(ResourceExhausted, match=rf"needs 13.26 MiB \([\d,]+ bytes\) .* in torch.bfloat16, .*{helps}"):
         LLM("tiny-python", dtype="bfloat16", kv_cache_memory="4MiB")
     with LLM("tiny-python", dtype="bfloat16", kv_cache_memory="4MiB", quantization="int4") as llm:

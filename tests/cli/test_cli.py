@@ -8,6 +8,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -84,7 +85,8 @@ def test_stores_and_the_state_directory_are_flags_of_the_server(
     monkeypatch.setattr(quire.server.http.serving, "serve", lambda llm, settings: seen.append(llm))
     urls = ["memory://4GiB", f"file://{tmp_path}/quire?size=200GiB", "redis://localhost"]
     flags = [word for url in urls for word in ("--store", url)]
-    assert run("serve", "tiny-python", *flags, "--state-dir", str(tmp_path), monkeypatch=monkeypatch) == 0
+    words = ["tiny-python", "--port", "0", *flags, "--state-dir", str(tmp_path)]
+    assert run("serve", *words, monkeypatch=monkeypatch) == 0
     ((model, options),) = seen
     assert (model, list(options["store"]), str(options["state_dir"])) == ("tiny-python", urls, str(tmp_path))
 
@@ -148,7 +150,7 @@ def test_config_file_sets_options_and_the_command_line_wins(
         (["chat", "--url", "http://127.0.0.1:1", "--page-size", "4"], "quire: --page-size: with --url the server has"),
         (["chat", "one", "-m", "two"], "quire: the model is given twice, as 'one' and as --model 'two'"),
         (["serve", "one", "-m", "two"], "quire: the model is given twice, as 'one' and as --model 'two'"),
-        (["serve", "-m", "/no/such/place"], "/no/such/place"),
+        (["serve", "-m", "/no/such/place", "--port", "0"], "/no/such/place"),
         (["calibrate", "--texts", "/no/such.txt"], "quire: --texts: '/no/such.txt': No such file or directory"),
         (["no-such-command"], "no-such-command"),
         (["pull", "x"], "quire: there is no command pull; quire serve MODEL and"),
@@ -161,10 +163,12 @@ def test_config_file_sets_options_and_the_command_line_wins(
         (["serve", "x", "-ngl", "20"], "quire: -ngl 20 is not supported; --device auto takes a GPU for the whole"),
         (["serve", "x", "-fa", "off"], "quire: -fa off is not supported; the fastest kernels are taken"),
         (
-            ["serve", "x", "--temp", "hot"],
+            ["serve", "x", "--temp", "hot", "--port", "0"],
             "fields temperature, top_p, top_k, min_p, repetition_penalty, max_new_tokens",
         ),
         (["serve", "x", "--mmproj", "y"], "quire: there is no option --mmproj here; only text is taken"),
+        (["serve", "x", "-t", "0"], "quire: -t '0': a number of 1 or more is accepted"),
+        (["chat", "x", "--threads", "all"], "quire: --threads 'all': a number of 1 or more is accepted"),
         (["serve", "x", "-np"], "Option '--max-num-seqs' requires an argument"),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
@@ -440,14 +444,59 @@ def served_with(
 ) -> tuple[dict[str, Any], ServerSettings]:
     """The engine's options and the server's settings of a ``quire serve`` of a model."""
     import quire.async_llm
+    import quire.server.http.listeners
     import quire.server.http.serving
 
     seen: list[Any] = []
+    monkeypatch.setattr(quire.server.http.listeners, "bind", lambda host, port: [])
     monkeypatch.setattr(quire.async_llm, "AsyncLLM", lambda model, **options: {"model": model, **options})
     monkeypatch.setattr(quire.server.http.serving, "serve", lambda *given: seen.append(given))
     assert run("serve", *([model] if model else []), *words, monkeypatch=monkeypatch) == 0
     ((options, settings),) = seen
     return options, settings
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["generate", "x", "--max-tokens", "0"], "--max-tokens: max_tokens must be"),
+        (["generate", "x", "--min-tokens", "9", "--max-tokens", "8"], "--min-tokens: "),
+        (["generate", "def \udcff"], "the prompt is not UTF-8: byte 0xff at index 4"),
+        (["chat", "tiny-python", "--top-p", "2"], "--top-p: top_p must be"),
+        (["run", "tiny-python", "def \udcff"], "LINE is not UTF-8: byte 0xff at index 4"),
+    ],
+)
+def test_wrong_values_are_refused_before_the_load(
+    words: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "_load", lambda *_: pytest.fail("the model was loaded"))
+    assert run(*words, monkeypatch=monkeypatch) == 2
+    assert f"quire: {says}" in capsys.readouterr().err
+
+
+def test_the_only_line_of_a_chat_is_not_to_be_continued(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "_load", lambda *_: llm)
+    assert run("run", "tiny-python", "def add(a, b):", "--max-tokens", "3", monkeypatch=monkeypatch) == 0
+    err = capsys.readouterr().err
+    assert "; cut there, by --max-tokens or the end of the context]" in err
+    assert "/continue" not in err
+    monkeypatch.setattr(llm.tokenizer, "chat_templates", {})
+    assert run("run", "tiny-python", "def add(a, b):", "--max-tokens", "3", monkeypatch=monkeypatch) == 0
+    assert "this model has no chat template: it continues the line" in capsys.readouterr().err
+
+
+def test_an_address_that_is_taken_is_refused_before_the_load(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import quire.async_llm
+
+    monkeypatch.setattr(quire.async_llm, "AsyncLLM", lambda *_, **options: pytest.fail("the model was loaded"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert run("serve", "tiny-python", "--port", port, monkeypatch=monkeypatch) == 2
+    assert f"quire: cannot listen on host '127.0.0.1', port {port}: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from quire import LLM, SamplingParams
 from quire.cli import quantize
 from quire.cli.main import app
 from quire.kernels.native_library import native_library
+from quire.models import loading
 from quire.models.fingerprint import kept_formats, model_fingerprint
 from quire.weights.panels import codes_of
 from quire.weights.safetensors_files import INDEX_FILE, SINGLE_FILE
@@ -138,10 +140,29 @@ def test_a_failed_write_leaves_nothing(
         raise OSError("No space left on device")
 
     monkeypatch.setattr(quantize, "save_file", fail)
-    result = run("quantize", made("llama"), tmp_path / "out")
-    assert result.exit_code == 2
-    assert "cannot be written: No space left on device" in result.output
+    for out in (tmp_path / "out", tmp_path / "a" / "b" / "out"):
+        result = run("quantize", made("llama"), out)
+        assert result.exit_code == 2
+        assert "cannot be written: No space left on device" in result.output
+        assert [*tmp_path.iterdir()] == []
+    full = shutil.disk_usage(tmp_path)._replace(free=1 << 10)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: full)
+    result = run("quantize", made("llama"), tmp_path / "a" / "out")
+    assert "it needs 0.06 MiB" in result.output
+    assert "but 0.00 MiB (1,024 bytes) are free there" in result.output
     assert [*tmp_path.iterdir()] == []
+
+
+def test_a_place_without_a_directory_is_refused_before_the_load(
+    made: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "load_model", lambda *_, **given: pytest.fail("the model was loaded"))
+    (tmp_path / "file").write_text("x")
+    result = run("quantize", made("llama"), tmp_path / "file" / "out")
+    assert f"cannot be written: {tmp_path}/file is no directory" in result.output
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    result = run("quantize", made("llama"), tmp_path / "a" / "out")
+    assert f"cannot be written: {tmp_path} lets nothing be made in it" in result.output
 
 
 def test_refusals(made: Callable[[str], Path], tmp_path: Path) -> None:

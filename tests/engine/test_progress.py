@@ -161,14 +161,12 @@ def test_a_stream_shows_its_prompt_and_leaves_the_line_before_a_delta(
             assert seen(monkeypatch, terminal, lambda stream=stream: list(stream)) == first  # type: ignore[misc]
 
 
-def test_a_chat_shows_its_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress_bars, "DELAY", 0)
-
+def test_a_chat_shows_its_prompt_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     def chat() -> None:
         options = ["--max-tokens", "1", "--device", "cpu", "--kv-cache-memory", "32MiB"]
         cli.app(["chat", "tiny-python", "w = 5\n" * 200, *options], standalone_mode=False)
 
-    assert "Prompt: " in seen(monkeypatch, Terminal(), chat)
+    assert "Prompt:   0%" in seen(monkeypatch, Terminal(), chat)
 
 
 @pytest.mark.usefixtures("at_once")
@@ -335,8 +333,8 @@ def test_the_lock_is_free_after_an_error_of_stderr() -> None:
 
 def test_loading_shows_bytes_on_terminals_only(monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"dtype": "float32", "kv_cache_memory": "8MiB"}
-    assert "loading" in seen(monkeypatch, Terminal(), lambda: LLM("tiny-python", **options).close())
-    assert "loading" not in seen(monkeypatch, io.StringIO(), lambda: LLM("tiny-python", **options).close())
+    assert "Loading" in seen(monkeypatch, Terminal(), lambda: LLM("tiny-python", **options).close())
+    assert "Loading" not in seen(monkeypatch, io.StringIO(), lambda: LLM("tiny-python", **options).close())
 
 
 def test_downloads_show_bars_on_terminals_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

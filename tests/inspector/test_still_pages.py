@@ -13,7 +13,7 @@ from tests.inspector.page_use import PROMPT, expect, findings, open_view, row
 from tests.server.conftest import wait_for
 
 from quire import LLM
-from quire.server.http.serving import bind, url_of
+from quire.server.http.listeners import bind, url_of
 from quire.store.files import FileTier
 from quire_inspector.files.snapshot_server import FileSource, SnapshotServer, SnapshotSource, StoreSource
 

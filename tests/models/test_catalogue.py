@@ -139,6 +139,12 @@ def test_files_empty_names_and_revisions_of_directories(tmp_path: Path) -> None:
             resolve_model(name, revision="main")
 
 
+def test_the_name_of_a_missing_file_is_no_name_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **given: pytest.fail("the Hub was asked"))
+    with pytest.raises(NotFound, match=r"'model-Q4_K_M\.gguf': there is no such file; expected"):
+        resolve_model("model-Q4_K_M.gguf")
+
+
 def http_error(kind: type[errors.HfHubHTTPError]) -> errors.HfHubHTTPError:
     """Without a response, whose class depends on the HTTP library that the Hub's client uses."""
     error = kind.__new__(kind)
@@ -152,11 +158,11 @@ def http_error(kind: type[errors.HfHubHTTPError]) -> errors.HfHubHTTPError:
         (http_error(errors.GatedRepoError), "gated: accept its terms .* and set HF_TOKEN"),
         (
             http_error(errors.RepositoryNotFoundError),
-            r"no such repository .*; expected a bundled model \(tiny-python\)",
+            r"no such file or directory, and no such repository .*; expected a bundled model \(tiny-python\)",
         ),
         (http_error(errors.RevisionNotFoundError), "has no revision 'v9'"),
         (http_error(errors.HfHubHTTPError), r"could not be fetched \(first line\)"),
-        (errors.LocalEntryNotFoundError("long story"), "cannot be reached .*tiny-python"),
+        (errors.LocalEntryNotFoundError("long story"), "no such file or directory, .* cannot be reached .*tiny-python"),
         (errors.OfflineModeIsEnabled("long story"), "cannot be reached .*tiny-python"),
         (errors.HFValidationError("not a repo id"), r"could not be fetched \(not a repo id\)"),
         (OSError(28, "No space left on device"), "No space left"),

@@ -136,7 +136,7 @@ def test_a_file_that_cannot_be_mapped(single_file: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda path: (path / "config.json").unlink(), "has no config.json"),
+        (lambda path: (path / "config.json").unlink(), "has neither config.json nor a GGUF file"),
         (lambda path: (path / "config.json").write_text("{"), "config.json is not valid JSON"),
         (lambda path: (path / "config.json").write_bytes(b"\xff\xfe\x00"), "config.json cannot be read"),
         (lambda path: (path / "config.json").write_text("[1]"), "JSON list; expected an object"),
@@ -239,8 +239,10 @@ def test_unknown_arguments_and_too_little_memory(single_file: Path, monkeypatch:
 
 
 def test_failed_allocation_is_resource_exhausted() -> None:
-    with pytest.raises(ResourceExhausted, match="bytes for its weights on cpu"):
-        lazy_parameters.allocate({"weight": (1 << 30, 1 << 30)}, torch.float32, torch.device("cpu"))
+    """With the bytes of each parameter in its own type."""
+    shapes, kept = {"weight": (1 << 30, 1 << 30), "norm": (1 << 30, 1 << 30)}, {"norm": torch.bfloat16}
+    with pytest.raises(ResourceExhausted, match=r"needs 6442450944.00 GiB \(.*\) of address space .* on cpu"):
+        lazy_parameters.allocate(shapes, torch.float32, torch.device("cpu"), kept)
 
 
 @pytest.mark.turns(3)
@@ -310,4 +312,4 @@ def test_progress_shows_only_on_a_terminal(
     load_model(single_file, progress=False)
     assert capsys.readouterr().err == ""
     load_model(single_file, progress=True)
-    assert "loading single" in capsys.readouterr().err
+    assert "Loading: " in capsys.readouterr().err

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import shutil
 import struct
 import warnings
@@ -23,14 +24,17 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from quire import LLM, SamplingParams
-from quire.base.errors import CheckpointError, NotFound, QuireError, Unsupported
+from quire.base.errors import CheckpointError, NotFound, QuireError, ResourceExhausted, Unsupported
 from quire.base.progress import Bar
+from quire.build import layer_kernels
 from quire.kernels.native_library import native_problem
+from quire.models import loading
 from quire.models.catalogue import resolve_model
 from quire.models.families import family_of
 from quire.models.fingerprint import model_fingerprint
 from quire.models.gguf import ARCHITECTURES as ROWS
 from quire.models.loading import load_model
+from quire.models.processor import Processor
 from quire.models.sources import open_weights, read_config
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.gguf_blocks import BLOCKS, FLOAT8, NVFP4, SIZES, TYPE_NAMES, GgufBlocks, rows_of_file
@@ -302,6 +306,31 @@ def test_text_status_and_fingerprint(mixed: TinyCheckpoint, mixed_file: Path, ca
         llm.load_session(mixed.path.parent / "state.quire")
 
 
+@pytest.mark.skipif(bool(native_problem()), reason=native_problem())
+def test_blocks_that_stay_as_they_are_take_no_more_where_bfloat16_is_slow(
+    mixed: TinyCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    slow = Processor(machine="x86_64", bfloat16_instructions=False, onednn_bfloat16=False, onednn_float16=False)
+    monkeypatch.setattr(Processor, "here", classmethod(lambda cls: slow))
+    kernels = layer_kernels(torch.device("cpu"))
+    blocks = write_gguf(mixed.path, tmp_path / "model-Q8_0.gguf", "Q8_0")
+    assert load_model(blocks, kernels=kernels).dtype == torch.float32
+    halves = write_gguf(mixed.path, tmp_path / "model-BF16.gguf", "BF16")
+    assert load_model(halves, kernels=kernels).dtype == torch.float32
+    assert not caplog.text  # less than a megabyte
+    monkeypatch.setattr(loading, "MUCH", 0)
+    load_model(blocks, kernels=kernels)
+    assert not caplog.text
+    load_model(halves, kernels=kernels)
+    assert re.search(r"no fast bfloat16, so the weights take \d MiB in float32, not \d MiB", caplog.text)
+    # The advice for too little memory has what helps.
+    monkeypatch.setattr(loading, "free_memory", lambda device: 1 << 15)
+    with pytest.raises(ResourceExhausted, match=r"for its weights, but .* on cpu; free some memory, or take a smaller"):
+        load_model(blocks, kernels=kernels)
+    with pytest.raises(ResourceExhausted, match=r"in torch.float32, but .* give dtype bfloat16, "):
+        load_model(halves, kernels=kernels)
+
+
 # -- files -----------------------------------------------------------------------------------------
 
 
@@ -358,7 +387,7 @@ def test_files_by_name(mixed_file: Path, tmp_path: Path) -> None:
     with pytest.raises(NotFound, match=r"2 GGUF files: tiny-Q4_K_M.gguf, tiny-Q4_K_S.gguf; name one of them") as caught:
         resolve_model(str(folder))
     assert resolve_model(str(caught.value).rpartition("as in ")[2]) == one
-    with pytest.raises(NotFound, match="no GGUF file with Q8_0 in its name"):
+    with pytest.raises(NotFound, match=r"no GGUF file with Q8_0 in its name; it has tiny-Q4_K_M.gguf, tiny-Q4_K_S"):
         resolve_model(f"{folder}:Q8_0")
     # A name without the ending: by its first bytes.
     blob = Path(shutil.copy(mixed_file, folder / "sha256-0123"))
@@ -483,7 +512,7 @@ def test_a_file_of_a_repository(mixed_file: Path, tmp_path: Path, monkeypatch: p
         NotFound, match=r"GGUF files only: x-Q8_0.gguf, x-Q4_K_M.gguf; name one of them, as in org/x:x-Q8_0"
     ):
         resolve_model("org/x")
-    with pytest.raises(NotFound, match="org/x has no GGUF file with Q8_0 in its name"):
+    with pytest.raises(NotFound, match=r"org/x has no GGUF file with Q8_0 in its name; it has x-Q8_0.gguf, x-Q4_"):
         resolve_model("org/x:Q8_0")
     shutil.copy(mixed_file, tmp_path / "x-Q4_K_M.gguf")
     assert resolve_model("org/x:Q4_K_M") == tmp_path / "x-Q4_K_M.gguf"

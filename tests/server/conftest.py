@@ -31,7 +31,8 @@ from quire import AsyncLLM
 from quire.models.catalogue import bundled_models
 from quire.server.http.app import create_app
 from quire.server.http.context import Context
-from quire.server.http.serving import Server, bind, url_of
+from quire.server.http.listeners import bind, url_of
+from quire.server.http.serving import Server
 from quire.server.http.settings import ServerSettings
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "kv_cache_memory": "64MiB", "max_num_seqs": 32}

@@ -21,7 +21,8 @@ import pytest
 from quire import AsyncLLM, SamplingParams
 from quire.base.errors import InvalidArgument
 from quire.server.http import logs
-from quire.server.http.serving import bind, exposure, load, report_load, url_of
+from quire.server.http.listeners import bind, url_of
+from quire.server.http.serving import exposure, load, report_load
 from quire.server.http.settings import ServerSettings
 
 from .conftest import Served, pages_free, serving, wait_for

@@ -205,6 +205,8 @@ def translated(words: list[str], known: Mapping[str, bool]) -> tuple[list[str], 
             follows = other.takes and bool(rest) and not (optional and rest[0] not in ("on", "off", "auto", "0", "1"))
             given = value if equals else rest.pop(0) if follows else None
             if own == own.upper() and own and given is not None and given not in other.values:
+                if not given.isdecimal() or int(given) < 1:
+                    raise InvalidArgument(f"{name} {given[:20]!r}: a number of 1 or more is accepted")
                 variables[own] = given
             elif (made := other.words(name, given, known)) is None:
                 notes[name] = other.says

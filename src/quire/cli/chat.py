@@ -212,7 +212,7 @@ class TerminalChat:
         if system is not None:
             self._check_system("--system", system)
         self._branches: dict[str, ChatBranch] = {"main": ChatBranch(backend.begin([], adapter), system=system)}
-        self._name = "main"
+        self._name, self._goes_on = "main", "/continue goes on"
         self._commands: dict[str, Callable[[str], None]] = {
             "/fork": self._fork,
             "/switch": self._switch,
@@ -247,8 +247,7 @@ class TerminalChat:
         """Take lines until /exit or the end of the input. If they are not typed, an interrupt ends
         the chat, and a refused line lets it end with exit code 2."""
         refused = False
-        if not self._backend.templated:
-            self._say("this model has no chat template: your lines are appended as they are, and it continues the text")
+        self._note_template("your lines are appended as they are, and it continues the text")
         self._say("/help lists the commands")
         with LineInput(self._completions) as lines:
             while True:
@@ -283,6 +282,16 @@ class TerminalChat:
                     self._say(f"interrupted{ways}")
         if refused:
             sys.exit(2)
+
+    def take_only(self, line: str) -> None:
+        """Take the only line of a chat, in which no command follows."""
+        self._note_template("it continues the line")
+        self._goes_on = "by --max-tokens or the end of the context"
+        self.take(line)
+
+    def _note_template(self, done: str) -> None:
+        if not self._backend.templated:
+            self._say(f"this model has no chat template: {done}")
 
     def take(self, line: str) -> bool:
         """Take one line, a command or a turn. Return False to end the chat."""
@@ -360,7 +369,7 @@ class TerminalChat:
             self._say("the model had ended its answer, and adds nothing")
             return
         print(flush=True)
-        cut = "; cut there, /continue goes on" * is_cut
+        cut = f"; cut there, {self._goes_on}" * is_cut
         self._say(f"[{count} tokens in {time.perf_counter() - started:.2f} s{cut}]")
 
     def _rebuild(self, branch: ChatBranch, turns: Sequence[TypedTurn]) -> None:

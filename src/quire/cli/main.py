@@ -26,6 +26,7 @@ import typer
 from quire.base.config import named_paths
 from quire.base.errors import FailedPrecondition, InvalidArgument, NotFound, Unsupported
 from quire.base.sampling_params import SamplingParams
+from quire.base.signatures import require_text
 from quire.cli.bench import bench_app
 from quire.cli.chat import DEFAULT_MODEL
 from quire.cli.local_models import ask_for_model, models_here, models_table
@@ -75,9 +76,11 @@ app.add_typer(bench_app, name="bench", short_help=bench_app.info.help)
 app.add_typer(state_app, name="state", short_help=state_app.info.help)
 
 
-def _sampling(options: dict[str, Any], llm: LLM) -> SamplingParams:
+def _sampling(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the given fields of sampling, checked before a model is loaded."""
     given = {name: options[name] for name in SAMPLING_OPTIONS if name in options}
-    return llm.default_params.replace(**{**SAMPLING_DEFAULTS, **given})
+    SamplingParams(**{"max_tokens": None, **given})
+    return given
 
 
 def _load(model: str, options: dict[str, Any], adapter: str | None = None) -> LLM:
@@ -165,11 +168,12 @@ def generate(
             f"{prompt!r} is a model, and there is no prompt; put one behind it, where - reads it from stdin "
             "(with -m MODEL the name of a model may be the prompt)"
         )
-    model = DEFAULT_MODEL if given is None else given
+    model, fields = DEFAULT_MODEL if given is None else given, _sampling(chosen)
     text = sys.stdin.read() if prompt == "-" else prompt
+    require_text("the prompt", text)
     started = time.perf_counter()
     llm = _load(model, chosen, adapter)
-    params = _sampling(chosen, llm)
+    params = llm.default_params.replace(**{**SAMPLING_DEFAULTS, **fields})
     loaded = time.perf_counter()
     first: float | None = None
     count = 0
@@ -216,17 +220,18 @@ def chat(
 
     model, chosen = given_model(model, options, name)
     kept = {name: chosen.pop(name) for name in CHAT_OPTIONS if name in chosen}
+    fields = _sampling(chosen)
     text = sys.stdin.read().removesuffix("\n") if line == "-" else line
     if text is not None and not text.strip():
         raise InvalidArgument("LINE is empty; give a text, or leave it out to talk")
+    require_text("LINE", text or "")
     if url is not None:
         from quire.cli.remote_chat import run_remote_chat
 
-        given = {name: chosen.pop(name) for name in SAMPLING_OPTIONS if name in chosen}
-        if chosen:
-            flags = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(chosen))
+        if others := sorted(chosen.keys() - fields.keys()):
+            flags = ", ".join(f"--{name.replace('_', '-')}" for name in others)
             raise InvalidArgument(f"{flags}: with --url the server has its own; leave it out")
-        run_remote_chat(url, model=model, adapter=adapter, api_key=api_key, sampling=given, line=text, **kept)
+        run_remote_chat(url, model=model, adapter=adapter, api_key=api_key, sampling=fields, line=text, **kept)
         return
     if model is None:
         ask_for_model("chat")
@@ -237,10 +242,10 @@ def chat(
     llm = _load(model, chosen, adapter)
     templated = llm.tokenizer is not None and bool(llm.tokenizer.chat_templates)
     usual = usual_fields(llm.config.model, templated=templated)
-    system, given = kept.pop("system", None), {name: chosen[name] for name in SAMPLING_OPTIONS if name in chosen}
-    talk = TerminalChat(LocalBackend(llm, {**usual, **given}, **kept), adapter, system)
+    system = kept.pop("system", None)
+    talk = TerminalChat(LocalBackend(llm, {**usual, **fields}, **kept), adapter, system)
     if text is not None:
-        talk.take(text)
+        talk.take_only(text)
         return
     if llm.config.model == DEFAULT_MODEL:
         print(f"{DEFAULT_MODEL} completes Python; begin some, as in def fib(n):", file=sys.stderr)
@@ -273,6 +278,10 @@ def serve(
             )
     settings = ServerSettings(**given)
     _require_server("quire serve")
+    from quire.server.http.listeners import bind
+
+    for listener in bind(settings.host, settings.port):  # refused here, before a load that may take minutes
+        listener.close()
     from quire.async_llm import AsyncLLM
 
     # The server's modules are imported while the weights are packed, which leaves Python free.

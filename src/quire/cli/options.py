@@ -33,13 +33,15 @@ LISTED_HELP = f"{MODEL_KINDS} Without one, those on this machine are listed."
 
 SAMPLING_DEFAULTS = {"max_tokens": ANSWER_TOKENS}
 """Defaults in a terminal that differ from the model's."""
+DEFAULT_TEXTS = {"max_tokens": f"{ANSWER_TOKENS}; none in a chat with a chat template"}
+"""The same, as the help says it."""
 
 
 def _sampling_options() -> Iterator[tuple[str, tuple[Any, str]]]:
     for name, (_, found) in declarations_on(SamplingParams, Surface.COMMAND).items():
         kind = found.kind.option or found.kind.json
         repeated = " May be repeated." if get_origin(kind) is list else ""
-        default = f" Default: {SAMPLING_DEFAULTS[name]}." if name in SAMPLING_DEFAULTS else ""
+        default = f" Default: {DEFAULT_TEXTS[name]}." if name in DEFAULT_TEXTS else ""
         yield name, (kind, found.help + repeated + default)
 
 

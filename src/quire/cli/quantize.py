@@ -12,6 +12,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from quire.base.errors import AlreadyExists, FailedPrecondition, Unsupported
+from quire.base.host_memory import size_words
 from quire.contracts.linear import PackedMatrix, Quantization
 from quire.models.families import LoadedModel, family_of, is_foreign
 from quire.models.quantized import SECTION, without_section
@@ -63,9 +65,14 @@ def check_source(path: Path) -> None:
 
 
 def check_target(out: Path) -> None:
-    """Raise ``AlreadyExists`` unless a new directory can be made."""
+    """Raise ``AlreadyExists`` for a file and for a directory that holds something, and
+    ``FailedPrecondition`` if no directory can be made there."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise AlreadyExists(f"{out} exists; expected a new directory")
+    above = next(folder for folder in out.absolute().parents if folder.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        what = "lets nothing be made in it" if above.is_dir() else "is no directory"
+        raise FailedPrecondition(f"{out} cannot be written: {above} {what}")
 
 
 def write_quantized(path: Path, out: Path, model: LoadedModel, form: Quantization) -> int:
@@ -74,7 +81,7 @@ def write_quantized(path: Path, out: Path, model: LoadedModel, form: Quantizatio
 
     The directory appears when it is complete. ``AlreadyExists`` if there is something.
     ``Unsupported`` for stacked experts that no spelling of the family stores one by one.
-    ``FailedPrecondition`` if it cannot be written.
+    ``FailedPrecondition`` if it cannot be written, which leaves no directory.
     """
     check_target(out)
     packed = packed_matrices(model)
@@ -85,9 +92,15 @@ def write_quantized(path: Path, out: Path, model: LoadedModel, form: Quantizatio
         table, values = _names(checkpoint, values, model, packed)
         entries = [*_entries(checkpoint, table, model, packed)]
         values = {**values, SECTION: _section(table, packed)}
+        needed = sum(entry.nbytes for entry in entries)
         temporary: Path | None = None
+        missing = [folder for folder in out.absolute().parents if not folder.exists()]
         try:
             out.parent.mkdir(parents=True, exist_ok=True)
+            if (free := shutil.disk_usage(out.parent).free) < needed:
+                raise FailedPrecondition(
+                    f"{out} cannot be written: it needs {size_words(needed)}, but {size_words(free)} are free there"
+                )
             temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
             written = _write(temporary, entries)
             _copy_texts(path, temporary)
@@ -99,6 +112,10 @@ def write_quantized(path: Path, out: Path, model: LoadedModel, form: Quantizatio
         finally:
             if temporary is not None:
                 shutil.rmtree(temporary, ignore_errors=True)
+            if not out.exists():
+                with suppress(OSError):  # not there, or another process has put something in it
+                    for folder in missing:
+                        folder.rmdir()
     return written
 
 

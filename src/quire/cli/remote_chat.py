@@ -387,7 +387,7 @@ def run_remote_chat(
                 f"the server at {link.address.authority} has no sessions ({error}); a chat needs a server of Quire"
             ) from error
         if line is not None:
-            chat.take(line)
+            chat.take_only(line)
             return
         print(f"{remote.name} at {link.address.authority}", file=sys.stderr)
         chat.run()

@@ -16,7 +16,7 @@ from quire.cluster.local import LocalReplicas
 from quire.cluster.router import Router
 from quire.cluster.shape import ClusterShape
 from quire.server.http import logs
-from quire.server.http.serving import bind, url_of
+from quire.server.http.listeners import bind, url_of
 
 
 def launch(

@@ -1,7 +1,7 @@
 """Bars on stderr for one call: of prompts, of a long prompt, and of the bytes of a state file.
 
 Nothing is shown where stderr is no terminal, unless it is asked for, and nothing of what takes less
-than ``DELAY``.
+than ``DELAY``. A prompt of several steps is shown at once: its first step may take many seconds.
 """
 
 from __future__ import annotations
@@ -78,7 +78,6 @@ class PromptBar:
             desc="Prompt",
             unit="token",
             leave=bool(use_tqdm),
-            delay=0 if use_tqdm else DELAY,
         )
 
     def advance(self) -> None:

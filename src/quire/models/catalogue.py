@@ -111,18 +111,25 @@ def _resolve_model(kind: str, name: str, revision: str | None, accepted: str) ->
     if len(found) == 1:
         return found[0]
     if found:
-        listed = ", ".join(one.name for one in found[:LISTED]) + (", ..." if len(found) > LISTED else "")
         raise NotFound(
-            f"{kind} {name!r} has {len(found)} GGUF files: {listed}; name one of them, as in {place}:{found[0].stem}"
+            f"{kind} {name!r} has {len(found)} GGUF files: {_listed([one.name for one in found])}; name one of them, as in "
+            f"{place}:{found[0].stem}"
         )
+    there = [one.name for one in gguf_files(folder)]
+    if not os.path.exists(os.path.expanduser(place)):
+        there = [file for file in _files_of(place, revision) if file.endswith(".gguf")]
     if part:
-        raise NotFound(f"{kind} {name!r}: {place} has no GGUF file with {part} in its name")
-    if not os.path.exists(local) and (there := [file for file in _files_of(place, revision) if file.endswith(".gguf")]):
-        listed = ", ".join(there[:LISTED]) + (", ..." if len(there) > LISTED else "")
+        others = f"; it has {_listed(there)}" if there else ""
+        raise NotFound(f"{kind} {name!r}: {place} has no GGUF file with {part} in its name{others}")
+    if there:
         raise NotFound(
-            f"{kind} {name!r} has GGUF files only: {listed}; name one of them, as in {place}:{Path(there[0]).stem}"
+            f"{kind} {name!r} has GGUF files only: {_listed(there)}; name one of them, as in {place}:{Path(there[0]).stem}"
         )
     return folder
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:LISTED]) + (", ..." if len(names) > LISTED else "")
 
 
 def gguf_files(folder: Path, part: str = "") -> list[Path]:
@@ -158,8 +165,9 @@ def _resolve(
         return local
     if os.path.exists(local):
         raise NotFound(f"{kind} {name!r} is a file; expected {accepted}")
-    if not HUB_NAME.fullmatch(name):
-        what = "file" if name.endswith(".gguf") else "directory"
+    is_file = name.endswith(".gguf")
+    if not HUB_NAME.fullmatch(name) or (is_file and "/" not in name):
+        what = "file" if is_file else "directory"
         raise NotFound(f"{kind} {name!r}: there is no such {what}; expected {accepted}")
     path = _download(kind, name, revision, files, accepted)
     if kind == "adapter" and not all((path / file).is_file() for file in ADAPTER_FILES):
@@ -232,10 +240,16 @@ def _download(kind: str, name: str, revision: str | None, files: Sequence[str], 
     except errors.RevisionNotFoundError as error:
         raise NotFound(f"{kind} {name!r} has no revision {revision!r} on the Hugging Face Hub") from error
     except errors.RepositoryNotFoundError as error:
-        reason = "no such repository on the Hugging Face Hub, or a private one that needs HF_TOKEN"
+        reason = (
+            "there is no such file or directory, and no such repository on the Hugging Face Hub, or a private one "
+            "that needs HF_TOKEN"
+        )
         raise NotFound(f"{kind} {name!r}: {reason}; expected {accepted}") from error
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
-        reason = "not in the local Hugging Face cache, and the Hub cannot be reached (offline?)"
+        reason = (
+            "there is no such file or directory, it is not in the local Hugging Face cache, and the Hub cannot be "
+            "reached (offline?)"
+        )
         raise NotFound(f"{kind} {name!r}: {reason}; expected {accepted}") from error
     except (OSError, ValueError) as error:  # Failed requests, a full disk, a name that the Hub refuses.
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -274,7 +274,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise CheckpointError(f"{path} is no model checkpoint: it has no config.json") from None
+        raise CheckpointError(f"{path} is no model checkpoint: it has neither config.json nor a GGUF file") from None
     except (OSError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
     except json.JSONDecodeError as error:

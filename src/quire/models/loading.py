@@ -21,7 +21,7 @@ from quire.base.host_memory import free_memory, size_words
 from quire.base.progress import Bar, on_terminal
 from quire.contracts.block_calls import LayerKernels
 from quire.contracts.layers import LayerSpec
-from quire.contracts.linear import BlockKernel
+from quire.contracts.linear import BlockKernel, Quantization
 from quire.contracts.ranks import Grid, Group, Share, Stages
 from quire.contracts.weights import CodedFormat
 from quire.models.decoder import Trunk
@@ -54,6 +54,10 @@ DTYPES: Mapping[str, torch.dtype] = {
 
 PLAIN = LayerKernels()
 WHOLE = Grid()
+QUANTIZATIONS: tuple[Quantization, ...] = ("int8", "int4")
+"""Forms of weights that are proposed where memory does not suffice."""
+WIDER, MUCH = 1.2, 1 << 28
+"""The share and the bytes by which float32 takes more memory, from which on that is told."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,14 +131,21 @@ def load_model(
         if share is not None:
             tables = (expand(table, num_layers) for table in family.name_tables(config))
             every, places = places, divided(places, next(one for one in tables if one.keys() <= places.keys()), share)
-        resolved = resolve_dtype(dtype, checkpoint.dtype(places), device)
+        stored = checkpoint.dtype(places)
+        resolved = resolve_dtype(dtype, stored, device)
         own, stages = None, None
         if ranges is not None:
             empty = cast(Trunk, family.build(config, _Placeholders(places, resolved, "cpu"), values))
             stages = Stages(stage, ranges, owners_of(whole, ranges), *row_of(empty))
             own = names_of(stages, places, tied=empty.tied)
-        needed = _weight_bytes(places, resolved, device, kernels, own)
-        _check_memory(path, needed, resolved, device, kernels)
+
+        def weight_bytes(dtype: torch.dtype, form: Quantization | None) -> int:
+            return _weight_bytes(places, dtype, device, replace(kernels, quantization=form), own)
+
+        needed = weight_bytes(resolved, kernels.quantization)
+        _check_memory(path, resolved, device, kernels, weight_bytes)
+        if dtype == "auto":
+            _note_widened(stored, resolved, weight_bytes(stored, kernels.quantization), needed)
         if before_weights is not None:
             outline = family.build(config, _Placeholders(places, resolved), values)
             before_weights(
@@ -152,7 +163,7 @@ def load_model(
         here = {name: place for name, place in places.items() if own is None or place.parameter in own}
         total = checkpoint.nbytes(one for name, place in here.items() for one in place.stored(name))
         hidden = not (progress and on_terminal())
-        with Bar(total=total, unit="B", unit_scale=True, desc=f"loading {path.name}", disable=hidden) as bar:
+        with Bar(total=total, unit="B", unit_scale=True, desc="Loading", disable=hidden) as bar:
             weights = LazyParameters(checkpoint, places, resolved, device, bar, own)
             model = family.build(config, weights, values)
             if stages is not None and own is not None:
@@ -223,10 +234,13 @@ def _load_foreign(
 
     foreign = read_foreign(path, values, max_model_len)
     with Checkpoint(open_weights(path)) as checkpoint:
-        resolved = resolve_dtype(dtype, checkpoint.dtype(checkpoint.tensors), device)
+        stored = checkpoint.dtype(checkpoint.tensors)
+        resolved = resolve_dtype(dtype, stored, device)
         outline = foreign.outline(checkpoint, resolved)
         needed = sum(tensor.nbytes for tensor in (*outline.parameters(), *outline.buffers()))
-        _check_memory(path, needed, resolved, device, PLAIN)
+        _check_memory(path, resolved, device, PLAIN, lambda other, _: needed * other.itemsize // resolved.itemsize)
+        if dtype == "auto":
+            _note_widened(stored, resolved, needed * stored.itemsize // resolved.itemsize, needed)
         if before_weights is not None:
             count = sum(one.numel() for one in outline.parameters())
             before_weights(
@@ -290,17 +304,29 @@ def resolve_dtype(
 ) -> torch.dtype:
     """Return the dtype to run in; raise ``InvalidArgument`` for an unknown name.
 
-    A name is used as it is. "auto" means the checkpoint's dtype, but float32, with a logged
-    warning, on a CPU that would emulate it by conversions. bfloat16 is fast with AVX512-BF16 or AMX
-    (on Arm: as oneDNN reports), float16 with AVX512-FP16. ``processor`` None is this machine's CPU.
+    A name is used as it is. "auto" means the checkpoint's dtype, but float32 on a CPU that would
+    emulate it by conversions. bfloat16 is fast with AVX512-BF16 or AMX (on Arm: as oneDNN reports),
+    float16 with AVX512-FP16. ``processor`` None is this machine's CPU.
     """
     _check_dtype_name(requested)
     if requested != "auto":
         return DTYPES[requested]
     if device.type == "cpu" and not (processor or Processor.here()).multiplies(checkpoint_dtype):
-        logger.warning("dtype auto: this CPU has no fast %s; the weights are held in float32", checkpoint_dtype)
         return torch.float32
     return checkpoint_dtype
+
+
+def _note_widened(stored: torch.dtype, dtype: torch.dtype, before: int, taken: int) -> None:
+    """Log what the choice of "auto" costs, if that is much: weights that stay in the blocks of a
+    GGUF file cost nothing."""
+    if stored != dtype and taken > WIDER * before and taken - before >= MUCH:
+        logger.warning(
+            "dtype auto: this CPU has no fast %s, so the weights take %.0f MiB in %s, not %.0f MiB",
+            str(stored).removeprefix("torch."),
+            taken / 2**20,
+            str(dtype).removeprefix("torch."),
+            before / 2**20,
+        )
 
 
 def _check_dtype_name(name: str) -> None:
@@ -364,18 +390,30 @@ def _expanded(
     return checkpoint.formats(found)
 
 
-def _check_memory(path: Path, needed: int, dtype: torch.dtype, device: torch.device, kernels: LayerKernels) -> None:
-    """Raise ``ResourceExhausted`` if the weights exceed free memory; a CPU would overcommit."""
-    free = free_memory(device)
+def _check_memory(
+    path: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: LayerKernels,
+    weight_bytes: Callable[[torch.dtype, Quantization | None], int],
+) -> None:
+    """Raise ``ResourceExhausted`` if the weights exceed free memory; a CPU would overcommit.
+    ``weight_bytes``: what they take in a dtype and a form of ``quantization``."""
+    free, form = free_memory(device), kernels.quantization
+    needed, half = weight_bytes(dtype, form), weight_bytes(torch.bfloat16, form)
     if free is None or needed <= free:
         return
     helps = ["free some memory", "take a smaller model"]
-    if dtype == torch.float32:
+    is_wide = dtype == torch.float32 and needed > WIDER * half
+    if is_wide:
         helps.insert(0, "give dtype bfloat16, which takes half")
-    if kernels.quantization is None and kernels.linear is not None and device.type == "cpu":
-        helps.insert(0, "give quantization int8 or int4, about a half and a third of bfloat16")
-    form = f"{dtype} with {kernels.quantization}" if kernels.quantization else f"{dtype}"
+    if form is None and kernels.linear is not None and device.type == "cpu":
+        fits = [one for one in QUANTIZATIONS if weight_bytes(dtype, one) <= free]
+        helps[:0] = [f"give quantization {' or '.join(fits)}"] * bool(fits)
+    # If most weights stay in the blocks of a GGUF file, the dtype is not theirs.
+    kinds = [str(dtype)] * (is_wide or dtype != torch.float32) + [form] * (form is not None)
+    held = f" in {' with '.join(kinds)}" if kinds else ""
     raise ResourceExhausted(
-        f"{path} needs {size_words(needed)} for its weights in {form}, but {size_words(free)} are free on {device}; "
+        f"{path} needs {size_words(needed)} for its weights{held}, but {size_words(free)} are free on {device}; "
         f"{', '.join(helps[:-1])}, or {helps[-1]}"
     )

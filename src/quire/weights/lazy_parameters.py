@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.base.errors import ResourceExhausted
+from quire.base.host_memory import size_words
 from quire.base.progress import Bar
 from quire.contracts.linear import BlockRows, CodeRows
 from quire.contracts.weights import CodedFormat
@@ -324,8 +325,8 @@ def allocate(
     kept: Mapping[str, torch.dtype] = MappingProxyType({}),
 ) -> tuple[dict[str, Tensor], dict[str, weakref.ref[NDArray[np.uint8]]]]:
     """Return uninitialised parameters of ``dtype``, or of the type in ``kept``, and on a CPU a weak
-    reference to the memory of each. Raise ``ResourceExhausted`` with the wanted bytes if memory
-    does not suffice."""
+    reference to the memory of each. Raise ``ResourceExhausted`` with the wanted bytes if memory, or
+    on a CPU the address space, does not suffice."""
     parameters, memories = {}, {}
     try:
         for name, shape in shapes.items():
@@ -337,6 +338,8 @@ def allocate(
                 parameters[name] = torch.from_numpy(memory).view(kind).view(wide)
                 memories[name] = weakref.ref(memory)
     except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
-        wanted = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
-        raise ResourceExhausted(f"the model needs {wanted} bytes for its weights on {device}: {error}") from error
+        wanted = sum(math.prod(shape) * kept.get(name, dtype).itemsize for name, shape in shapes.items())
+        # On a CPU it is not written before it is needed, so a limit of another kind was met.
+        what = "address space (limits: ulimit -v, vm.overcommit_memory)" if untouched(device) else "memory"
+        raise ResourceExhausted(f"the model needs {size_words(wanted)} of {what} on {device}: {error}") from error
     return parameters, memories

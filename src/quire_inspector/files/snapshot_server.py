@@ -30,7 +30,8 @@ from quire.base.config import check_int
 from quire.base.errors import InvalidArgument, QuireError, TierError
 from quire.contracts.store import StoreTier
 from quire.server.http.errors import ApiError, api_error, error_response
-from quire.server.http.serving import Connection, bind, url_of
+from quire.server.http.listeners import bind, url_of
+from quire.server.http.serving import Connection
 from quire_inspector.files.file_snapshot import file_snapshot
 from quire_inspector.files.snapshot import Snapshot
 from quire_inspector.files.store_snapshot import store_snapshot

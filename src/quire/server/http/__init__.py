@@ -1,6 +1,6 @@
 """The application: what every request passes.
 
-``app``, ``serving``: the application and its process. ``gate`` over ``sites``, ``bodies``: who may
-ask for how much. ``errors``, ``events``, ``status``, ``logs``, ``spans``: what is answered and
-written down.
+``app``, ``serving``, ``listeners``: the application, its process, its sockets. ``gate`` over
+``sites``, ``bodies``: who may ask for how much. ``errors``, ``events``, ``status``, ``logs``,
+``spans``: what is answered and written down.
 """
