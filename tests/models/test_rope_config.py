@@ -556,9 +556,14 @@ def test_yarn_stretches_the_context_that_config_json_leaves_as_it_was() -> None:
     """What the models' cards of Qwen2.5 and Qwen3 let users add."""
     yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
     values = {
-        **{name: 32 for name in ("hidden_size", "intermediate_size", "vocab_size")},
-        **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
-        **{"max_position_embeddings": 80, "use_sliding_window": True, "max_window_layers": 1, "sliding_window": 100},
+        **dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), 32),
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 80,
+        "use_sliding_window": True,
+        "max_window_layers": 1,
+        "sliding_window": 100,
     }
     config = read_qwen2_config({**values, "rope_scaling": yarn})
     assert (read_qwen2_config(values).context, config.context) == (80, 256)
