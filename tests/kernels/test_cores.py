@@ -1,16 +1,20 @@
-"""The number of threads: cores that are a process's own, control groups, and the user's choice."""
+"""The number of threads: a process's own cores, the user's choice; the runtime of OpenMP."""
 
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from quire.kernels import cores
-from quire.kernels.cores import limit_threads, physical_cores, time_limit, usable_cores
+from quire.cli import doctor
+from quire.kernels import cores, native_library
+from quire.kernels.cores import limit_threads, physical_cores, usable_cores
 
 
 @pytest.fixture(autouse=True)
@@ -27,15 +31,6 @@ def machine(root: Path, siblings: dict[int, str]) -> None:
         folder = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
         folder.mkdir(parents=True)
         (folder / "thread_siblings_list").write_text(f"{text}\n")
-
-
-def group(root: Path, name: str, limits: dict[str, str]) -> None:
-    (root / "proc/self").mkdir(parents=True)
-    (root / "proc/self/cgroup").write_text(f"3:cpu:/old\n0::/{name}\n")
-    for path, text in limits.items():
-        folder = root / "sys/fs/cgroup" / path
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "cpu.max").write_text(f"{text}\n")
 
 
 def runs_on(monkeypatch: pytest.MonkeyPatch, cpus: set[int]) -> None:
@@ -56,32 +51,13 @@ def test_cpus_without_a_topology_are_cores(tmp_path: Path, monkeypatch: pytest.M
     assert usable_cores(tmp_path) == 3
 
 
-@pytest.mark.parametrize(
-    ("limits", "expected"),
-    [
-        ({}, None),
-        ({"": "max 100000", "a": "max 100000", "a/b": "max 100000"}, None),
-        ({"a/b": "250000 100000"}, 2.5),
-        ({"a": "150000 50000", "a/b": "max 100000"}, 3.0),
-        ({"": "100000 100000", "a": "150000 50000", "a/b": "800000 100000"}, 1.0),
-        ({"other": "100000 100000"}, None),
-        ({"a/b": "nonsense"}, None),
-    ],
-)
-def test_the_tightest_group_limits(tmp_path: Path, limits: dict[str, str], expected: float | None) -> None:
-    group(tmp_path, "a/b", limits)
-    assert time_limit(tmp_path) == expected
-
-
 @pytest.mark.parametrize(("limit", "expected"), [("250000", 2), ("50000", 1), ("9900000", 3), ("max", 3)])
 def test_whole_cores_of_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, expected: int) -> None:
     runs_on(monkeypatch, {0, 1, 2})
-    group(tmp_path, "", {"": f"{limit} 100000"})
+    for name, text in {"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": f"{limit} 100000"}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
     assert usable_cores(tmp_path) == expected
-
-
-def test_without_control_groups_there_is_no_limit(tmp_path: Path) -> None:
-    assert time_limit(tmp_path) is None
 
 
 def test_the_default_is_lowered_and_a_choice_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,3 +83,57 @@ def test_it_is_never_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)
     limit_threads()
     assert torch.get_num_threads() == 1
+
+
+RUNTIMES = """
+import torch
+from quire.kernels.native_library import native_library
+torch.ones(1 << 20).sum()
+library = native_library()
+parallel = None if library is None else library.parallel
+for line in open("/proc/self/maps"):
+    place, *_, name = line.split()
+    if "gomp" in name.rpartition("/")[2]:
+        begin, end = (int(one, 16) for one in place.split("-"))
+        print(name, parallel is None or begin <= parallel < end)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="GNU's OpenMP comes with torch on Linux")
+def test_the_kernels_run_on_the_runtime_that_pytorch_runs_on(tmp_path: Path) -> None:
+    """A runtime that was loaded before takes the place of the one in PyTorch's wheel. A second one
+    would have threads of its own, which compete for the cores."""
+    wheels = [*(Path(torch.__file__).parent / "lib").glob("libgomp*")]
+    if not wheels:
+        pytest.skip("this PyTorch brings no libgomp")
+    given = tmp_path / "libgomp-given.so"
+    shutil.copy(wheels[0], given)
+    done = subprocess.run(
+        [sys.executable, "-c", RUNTIMES],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+        env={**os.environ, "LD_PRELOAD": str(given)},
+    )
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert {name for name, _ in lines} == {str(given)}
+    assert "True" in {runs for _, runs in lines}
+
+
+def test_a_function_that_the_runtime_lacks_is_none() -> None:
+    assert cores.openmp_function("GOMP_that_does_not_exist") is None
+
+
+@pytest.mark.skipif(bool(native_library.native_problem()), reason="needs the C++ library")
+def test_one_thread_is_no_secret(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Without a runtime that they can use, the kernels are slower than PyTorch's operations."""
+    monkeypatch.setattr(native_library, "openmp_function", lambda name: None)
+    alone = native_library.native_library.__wrapped__()
+    assert alone is not None
+    assert alone.parallel is None
+    assert "run on one thread" in caplog.text
+    monkeypatch.setattr(native_library, "native_library", lambda: alone)
+    (finding,) = (one for one in doctor.examine() if one.name == "C++ kernels")
+    assert not finding.ok
+    assert "on one thread" in finding.value

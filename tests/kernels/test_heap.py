@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -43,6 +44,24 @@ def test_blocks_are_not_taken_again_page_by_page(monkeypatch: pytest.MonkeyPatch
 def test_a_choice_of_the_user_stays(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "1")
     assert not malloc.keep_freed_memory()
+
+
+@pytest.mark.parametrize("most", [1 << 30, 32 << 20, 1 << 20])
+def test_what_an_older_glibc_refuses_is_asked_for_in_less(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_: dict[int, int] = {}
+
+    def mallopt(number: int, value: int) -> int:
+        if number == malloc.M_MMAP_THRESHOLD and value > most:
+            return 0
+        set_[number] = value
+        return 1
+
+    for name in malloc.CHOSEN:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(malloc.ctypes, "CDLL", lambda name: SimpleNamespace(mallopt=mallopt))
+    assert malloc.keep_freed_memory() == (most > 1 << 20)
+    found = {malloc.M_MMAP_THRESHOLD: min(most, 128 << 20), malloc.M_TRIM_THRESHOLD: malloc.KEPT}
+    assert set_ == (found if most > 1 << 20 else {})
 
 
 def test_without_glibc_nothing_is_done(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -390,10 +390,10 @@ CORES = (
     ),
     Mutant(
         name="only-the-own-group-limits",
-        file="kernels/cores.py",
-        old="*(top / parent for parent in Path(group).parents)",
-        new="",
-        tests=("kernels/test_cores.py::test_the_tightest_group_limits",),
+        file="base/process_limits.py",
+        old="(inside, *inside.parents) if inside.name else (inside,)",
+        new="(inside,)",
+        tests=("base/test_process_limits.py::test_the_tightest_group_limits_time",),
     ),
     Mutant(
         name="a-chosen-number-of-threads-is-lowered",
@@ -493,10 +493,10 @@ FAMILIES = (
     ),
     Mutant(
         name="memory-that-a-group-holds-is-free",
-        file="base/host_memory.py",
-        old="limit - used + sum",
-        new="limit + sum",
-        tests=("test_build.py::test_memory_is_free_within_every_limit_of_control_groups",),
+        file="base/process_limits.py",
+        old="limit - used + cached",
+        new="limit + cached",
+        tests=("base/test_process_limits.py::test_memory_is_free_within_every_limit",),
     ),
 )
 

@@ -18,7 +18,7 @@ from typing import cast
 
 import torch
 
-from quire.base.host_memory import free_memory
+from quire.base.process_limits import free_memory
 from quire.build import layer_kernels
 from quire.contracts.linear import WeightForm
 from quire.kernels.cores import limit_threads

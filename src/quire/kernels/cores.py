@@ -10,10 +10,12 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
+
+from quire.base.process_limits import ROOT, time_limit
 
 logger = logging.getLogger("quire")
 
@@ -35,27 +37,35 @@ def limit_threads() -> None:
         logger.info("%d threads of PyTorch, which had %d: as many cores has this process", usable, now)
 
 
+def openmp_function(name: str) -> Any:
+    """Return a function of the OpenMP runtime that PyTorch computes with: the one in its wheel, in
+    an environment of conda, in the system, or one that a user has loaded before. None: the runtime
+    has none of that name, or there is no runtime."""
+    # The order of the dynamic linker: what is visible to all, then what PyTorch was linked with.
+    every = (ctypes.CDLL(None), ctypes.CDLL(torch._C.__file__))
+    return next((found for one in every if (found := getattr(one, name, None)) is not None), None)
+
+
 def _end_threads() -> None:
     """End the threads of this thread's parallel regions, which the next region starts again."""
-    for runtime in _RUNTIMES:
-        runtime.omp_pause_resource_all(_PAUSE_HARD)
+    if _pause is not None:
+        _pause(_PAUSE_HARD)
 
 
-# A child of a fork would wait for threads that only the parent has. Other runtimes than GNU's
-# notice forks themselves.
-_RUNTIMES = [ctypes.CDLL(str(path)) for path in (Path(torch.__file__).parent / "lib").glob("libgomp*")]
+# A child of a fork would wait for threads that only the parent has.
+_pause = openmp_function("omp_pause_resource_all")
 _PAUSE_HARD = 2
 os.register_at_fork(before=_end_threads)
 
 
-def usable_cores(root: Path = Path("/")) -> int:
+def usable_cores(root: Path = ROOT) -> int:
     """Return the number of physical cores that this process may run on, or fewer if its control
     group's limit of processor time is lower. ``root`` holds proc and sys."""
     cores, limit = physical_cores(root), time_limit(root)
     return cores if limit is None else max(1, min(cores, int(limit)))
 
 
-def physical_cores(root: Path = Path("/")) -> int:
+def physical_cores(root: Path = ROOT) -> int:
     """Return the number of physical cores among the CPUs that this process may run on."""
     siblings = set()
     for cpu in _affinity():
@@ -65,21 +75,6 @@ def physical_cores(root: Path = Path("/")) -> int:
         except OSError:  # Not Linux, or no topology: each is one core.
             siblings.add(f"{cpu}")
     return len(siblings)
-
-
-def time_limit(root: Path = Path("/")) -> float | None:
-    """Return the lowest processor-time limit of the control group and its ancestors (version 2), in
-    cores; None: no limit."""
-    limits: list[float] = []
-    with suppress(OSError):
-        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-        group = next((line.removeprefix("0::/") for line in lines if line.startswith("0::")), "")
-        top = root / "sys/fs/cgroup"
-        for folder in (top / group, *(top / parent for parent in Path(group).parents)):
-            with suppress(OSError, ValueError):
-                quota, period = (folder / "cpu.max").read_text(encoding="ascii").split()
-                limits.append(float(quota) / float(period))  # "max": no number, no limit
-    return min(limits, default=None)
 
 
 def _affinity() -> set[int]:

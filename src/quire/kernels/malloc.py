@@ -14,8 +14,9 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Numbers of ``mallopt``, from glibc's malloc.h."""
 KEPT = 512 << 20
 """Most bytes of freed memory that the process keeps for its next blocks."""
-LARGEST = 128 << 20
-"""Least bytes of a block that is mapped separately, and unmapped when it is freed."""
+LARGEST = (128 << 20, 32 << 20)
+"""Least bytes of a block that is mapped separately, and unmapped when it is freed; the second where
+glibc refuses the first, as older versions do."""
 CHOSEN = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "LD_PRELOAD", "GLIBC_TUNABLES")
 """Environment variables by which a user has chosen these values or another allocator."""
 
@@ -32,4 +33,4 @@ def keep_freed_memory() -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
-    return bool(mallopt(M_MMAP_THRESHOLD, LARGEST)) and bool(mallopt(M_TRIM_THRESHOLD, KEPT))
+    return any(mallopt(M_MMAP_THRESHOLD, size) for size in LARGEST) and bool(mallopt(M_TRIM_THRESHOLD, KEPT))
