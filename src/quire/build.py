@@ -169,6 +169,8 @@ class RankPart:
     """Where the ranks' groups meet (``joined``)."""
     mark: str
     """``checkpoint_mark`` of rank 0."""
+    threads: int
+    """Threads of a rank on a CPU."""
 
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.grid.size}"
@@ -352,7 +354,11 @@ def meet(
     first = device.index or 0
     places = [str(device) if device.type == "cpu" else f"cuda:{first + rank}" for rank in range(ranks.size)]
     mark = checkpoint_mark(path)
-    parts = [RankPart(config, path, place, ranks.grid, rank, ranks.meeting, mark) for rank, place in enumerate(places)]
+    threads = ranks.share_threads() if device.type == "cpu" else 1
+    parts = [
+        RankPart(config, path, place, ranks.grid, rank, ranks.meeting, mark, threads)
+        for rank, place in enumerate(places)
+    ]
     ranks.tell(parts[1:])
     ranks.wait()
     return joined(parts[0], device)
@@ -362,7 +368,7 @@ def joined(part: RankPart, device: torch.device) -> tuple[TorchGroup | None, Tor
     """Wait for the other ranks; return the slices of this rank's stage, and the stages. None: there
     is one."""
     if device.type == "cpu":
-        rank_threads(part.grid.size)
+        torch.set_num_threads(part.threads)
     grid, stage = part.grid, part.grid.stage(part.rank)
     slices = part.meeting.with_name(f"{part.meeting.name}-{stage}")
     group = TorchGroup(grid.share(part.rank), device, slices) if grid.slices > 1 else None
@@ -421,11 +427,6 @@ def joined_division(ranks: Ranks | None, sizes: PoolSizes, model: LoadedModel) -
 def division_of(model: LoadedModel, grid: Grid, rank: int, peers: Ranks | None) -> DividedRows:
     """Return the division of a rank's rows; ``peers``: the other ranks, for rank 0."""
     return DividedRows(grid, rank, model.whole_specs, peers, {} if model.stages is None else model.stages.owners)
-
-
-def rank_threads(size: int) -> None:
-    """Lower the number of threads to this rank's share of the cores."""
-    torch.set_num_threads(max(1, torch.get_num_threads() // size))
 
 
 def exact_note(exact: ExactWindows) -> str:
