@@ -46,7 +46,7 @@ from quire.executor.executor import Executor
 from quire.executor.factory import Choices, Factory, check_devices, check_flash, check_heads, check_length
 from quire.executor.reports import dtype_name
 from quire.kernels.block import native_blocks
-from quire.kernels.cores import limit_threads
+from quire.kernels.cpu_process import keep_freed_memory, limit_threads
 from quire.kernels.draw.triton_draw import fastest_draw
 from quire.kernels.draw.triton_penalties import fastest_penalties
 from quire.kernels.experts import native_experts
@@ -54,7 +54,6 @@ from quire.kernels.linear.cpu_linear import native_linear
 from quire.kernels.linear.float8 import Float8Linear, float8_problem
 from quire.kernels.linear.low_rank import native_low_rank
 from quire.kernels.linear.triton_blocks import TritonBlocks
-from quire.kernels.malloc import keep_freed_memory
 from quire.kernels.merges import scored_merges
 from quire.kernels.native_library import native_problem
 from quire.kernels.recurrence.cpu_recurrence import native_mixers

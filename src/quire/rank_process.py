@@ -9,7 +9,7 @@ import torch
 
 from quire.base.errors import CheckpointError, QuireError
 from quire.build import RankPart, dependences_of, division_of, joined, layer_kernels, make_adapters, make_state
-from quire.kernels.malloc import keep_freed_memory
+from quire.kernels.cpu_process import keep_freed_memory
 from quire.kv.formats import kv_format
 from quire.models.families import LoadedModel
 from quire.models.fingerprint import checkpoint_mark

@@ -383,10 +383,10 @@ ROWS = (
 CORES = (
     Mutant(
         name="threads-of-one-core-count-as-cores",
-        file="kernels/cores.py",
+        file="kernels/cpu_process.py",
         old='siblings.add(path.read_text(encoding="ascii").strip())',
         new='siblings.add(path.read_text(encoding="ascii") + str(cpu))',
-        tests=("kernels/test_cores.py::test_siblings_are_one_core",),
+        tests=("kernels/test_cpu_process.py::test_siblings_are_one_core",),
     ),
     Mutant(
         name="only-the-own-group-limits",
@@ -397,10 +397,10 @@ CORES = (
     ),
     Mutant(
         name="a-chosen-number-of-threads-is-lowered",
-        file="kernels/cores.py",
+        file="kernels/cpu_process.py",
         old="usable < now and now in defaults and",
         new="usable < now and",
-        tests=("kernels/test_cores.py::test_the_default_is_lowered_and_a_choice_stays",),
+        tests=("kernels/test_cpu_process.py::test_the_default_is_lowered_and_a_choice_stays",),
     ),
 )
 

@@ -71,7 +71,7 @@ def _devices(torch_version: str) -> list[Finding]:
 
     from quire.base.config import ATTENTION_BACKENDS
     from quire.kernels.attention.cpu_attention import NativeAttention
-    from quire.kernels.cores import usable_cores
+    from quire.kernels.cpu_process import usable_cores
     from quire.kernels.native_library import native_problem
     from quire.models.processor import Processor
 

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from quire.kernels.cores import openmp_function
+from quire.kernels.cpu_process import openmp_function
 
 logger = logging.getLogger("quire")
 

@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from quire.cli import doctor
-from quire.kernels import cores, native_library
-from quire.kernels.cores import limit_threads, physical_cores, usable_cores
+from quire.kernels import cpu_process, native_library
+from quire.kernels.cpu_process import limit_threads, physical_cores, usable_cores
 
 
 @pytest.fixture(autouse=True)
 def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = torch.get_num_threads()
-    for name in cores.VARIABLES:
+    for name in cpu_process.THREAD_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     yield
     torch.set_num_threads(before)
@@ -62,7 +62,7 @@ def test_whole_cores_of_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_the_default_is_lowered_and_a_choice_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     runs_on(monkeypatch, {0, 1, 2, 3})
-    monkeypatch.setattr(cores, "usable_cores", lambda: 2)
+    monkeypatch.setattr(cpu_process, "usable_cores", lambda: 2)
     torch.set_num_threads(3)
     limit_threads()
     assert torch.get_num_threads() == 3
@@ -79,7 +79,7 @@ def test_the_default_is_lowered_and_a_choice_stays(monkeypatch: pytest.MonkeyPat
 
 def test_it_is_never_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     runs_on(monkeypatch, {0})
-    monkeypatch.setattr(cores, "usable_cores", lambda: 8)
+    monkeypatch.setattr(cpu_process, "usable_cores", lambda: 8)
     torch.set_num_threads(1)
     limit_threads()
     assert torch.get_num_threads() == 1
@@ -122,7 +122,7 @@ def test_the_kernels_run_on_the_runtime_that_pytorch_runs_on(tmp_path: Path) -> 
 
 
 def test_a_function_that_the_runtime_lacks_is_none() -> None:
-    assert cores.openmp_function("GOMP_that_does_not_exist") is None
+    assert cpu_process.openmp_function("GOMP_that_does_not_exist") is None
 
 
 @pytest.mark.skipif(bool(native_library.native_problem()), reason="needs the C++ library")
