@@ -37,8 +37,8 @@ from quire.channels.socket_end import SocketEnd
 from quire.channels.urls import Listener, connect
 from quire.contracts.channel import Channel
 from quire.contracts.layers import FullAttention
+from quire.kernels.cpu_process import keep_freed_memory
 from quire.kernels.linear.packed_memory import COLLAPSING
-from quire.kernels.malloc import keep_freed_memory
 from quire.kv.send_mark import PIECE_BYTES
 from quire.kv.state import State
 from quire.server.handover.decode import DecodeSide

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from quire import LLM, InvalidArgument, ResourceExhausted, SamplingParams
-from quire.base import host_memory
 from quire.base.config import ExecutorConfig, MemoryConfig
 from quire.build import EXECUTOR_FACTORY
 from quire.models import loading
@@ -116,24 +114,3 @@ def test_pool_respects_the_limit_of_the_control_group(monkeypatch: pytest.Monkey
     assert pool_budget.free_budget(torch.device("cpu")).nbytes == 1 << 28
     monkeypatch.setattr(pool_budget, "free_memory", lambda device: None)
     assert pool_budget.free_budget(torch.device("cpu")).nbytes > 0
-
-
-def test_memory_is_free_within_every_limit_of_control_groups(tmp_path: Path) -> None:
-    """What a group holds counts, other than files that the kernel can give up."""
-
-    def group(folder: str, **files: object) -> None:
-        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
-        for name, content in files.items():
-            (tmp_path / folder / name.replace("__", ".")).write_text(f"{content}\n")
-
-    stat = "anon 600\ninactive_file 100\nactive_file 50"
-    group("pod/task", memory__max="max", memory__current=5, memory__stat=stat)
-    group("pod", memory__max=1000, memory__current=900, memory__stat=stat)
-    group("", memory__max=5000, memory__current=1000, memory__stat=stat)
-    assert sorted(host_memory.free_in_groups(["0::/pod/task"], tmp_path)) == [250, 4150]
-    # A container's own group is the root of its mount, whatever the host calls it.
-    assert sorted(host_memory.free_in_groups(["0::/elsewhere/id"], tmp_path)) == [4150]
-
-    old = "total_inactive_file 30\ntotal_active_file 20"
-    group("memory/docker", memory__limit_in_bytes=700, memory__usage_in_bytes=900, memory__stat=old)
-    assert list(host_memory.free_in_groups(["3:cpuset:/", "4:cpu,memory:/docker"], tmp_path)) == [0]

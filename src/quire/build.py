@@ -23,7 +23,7 @@ from quire.adapters.targets import absent_linears, embedding_of, linears_of, low
 from quire.adapters.texts import check_adapter_texts
 from quire.base.config import ATTENTION_CLASSES, EngineConfig, ExecutorConfig, parse_bytes
 from quire.base.errors import CheckpointError, InvalidArgument, Unsupported
-from quire.base.host_memory import free_memory, size_words
+from quire.base.process_limits import free_memory, size_words
 from quire.base.sampling_params import SamplingParams
 from quire.base.speculation import Speculation, read_speculation
 from quire.branches.stored_state import StoredState
@@ -46,7 +46,7 @@ from quire.executor.executor import Executor
 from quire.executor.factory import Choices, Factory, check_devices, check_flash, check_heads, check_length
 from quire.executor.reports import dtype_name
 from quire.kernels.block import native_blocks
-from quire.kernels.cores import limit_threads
+from quire.kernels.cpu_process import keep_freed_memory, limit_threads
 from quire.kernels.draw.triton_draw import fastest_draw
 from quire.kernels.draw.triton_penalties import fastest_penalties
 from quire.kernels.experts import native_experts
@@ -54,7 +54,6 @@ from quire.kernels.linear.cpu_linear import native_linear
 from quire.kernels.linear.float8 import Float8Linear, float8_problem
 from quire.kernels.linear.low_rank import native_low_rank
 from quire.kernels.linear.triton_blocks import TritonBlocks
-from quire.kernels.malloc import keep_freed_memory
 from quire.kernels.merges import scored_merges
 from quire.kernels.native_library import native_problem
 from quire.kernels.recurrence.cpu_recurrence import native_mixers
@@ -169,6 +168,8 @@ class RankPart:
     """Where the ranks' groups meet (``joined``)."""
     mark: str
     """``checkpoint_mark`` of rank 0."""
+    threads: int
+    """Threads of a rank on a CPU."""
 
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.grid.size}"
@@ -352,7 +353,11 @@ def meet(
     first = device.index or 0
     places = [str(device) if device.type == "cpu" else f"cuda:{first + rank}" for rank in range(ranks.size)]
     mark = checkpoint_mark(path)
-    parts = [RankPart(config, path, place, ranks.grid, rank, ranks.meeting, mark) for rank, place in enumerate(places)]
+    threads = ranks.share_threads() if device.type == "cpu" else 1
+    parts = [
+        RankPart(config, path, place, ranks.grid, rank, ranks.meeting, mark, threads)
+        for rank, place in enumerate(places)
+    ]
     ranks.tell(parts[1:])
     ranks.wait()
     return joined(parts[0], device)
@@ -362,7 +367,7 @@ def joined(part: RankPart, device: torch.device) -> tuple[TorchGroup | None, Tor
     """Wait for the other ranks; return the slices of this rank's stage, and the stages. None: there
     is one."""
     if device.type == "cpu":
-        rank_threads(part.grid.size)
+        torch.set_num_threads(part.threads)
     grid, stage = part.grid, part.grid.stage(part.rank)
     slices = part.meeting.with_name(f"{part.meeting.name}-{stage}")
     group = TorchGroup(grid.share(part.rank), device, slices) if grid.slices > 1 else None
@@ -421,11 +426,6 @@ def joined_division(ranks: Ranks | None, sizes: PoolSizes, model: LoadedModel) -
 def division_of(model: LoadedModel, grid: Grid, rank: int, peers: Ranks | None) -> DividedRows:
     """Return the division of a rank's rows; ``peers``: the other ranks, for rank 0."""
     return DividedRows(grid, rank, model.whole_specs, peers, {} if model.stages is None else model.stages.owners)
-
-
-def rank_threads(size: int) -> None:
-    """Lower the number of threads to this rank's share of the cores."""
-    torch.set_num_threads(max(1, torch.get_num_threads() // size))
 
 
 def exact_note(exact: ExactWindows) -> str:

@@ -9,7 +9,7 @@ import torch
 
 from quire.base.errors import CheckpointError, QuireError
 from quire.build import RankPart, dependences_of, division_of, joined, layer_kernels, make_adapters, make_state
-from quire.kernels.malloc import keep_freed_memory
+from quire.kernels.cpu_process import keep_freed_memory
 from quire.kv.formats import kv_format
 from quire.models.families import LoadedModel
 from quire.models.fingerprint import checkpoint_mark
@@ -63,8 +63,6 @@ def main(descriptor: int) -> None:
 def _loaded(part: RankPart) -> tuple[TorchGroup | None, TorchLine | None, LoadedModel]:
     config, device = part.config, torch.device(part.device)
     group, line = joined(part, device)
-    if device.type == "cpu":
-        keep_freed_memory()
     model = load_model(
         part.path,
         device=device,
@@ -75,6 +73,8 @@ def _loaded(part: RankPart) -> tuple[TorchGroup | None, TorchLine | None, Loaded
         grid=part.grid,
         stage=part.grid.stage(part.rank),
     )
+    if device.type == "cpu":
+        keep_freed_memory()
     if line is not None and model.stages is not None:
         line.use(model.stages, model.vocab_size)
     return group, line, model

@@ -24,6 +24,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from quire.base.errors import CheckpointError, InvalidArgument, Unsupported
 from quire.contracts.layers import RopeSpec
 from quire.models.config_fields import ConfigFields
+from quire.models.llama import read_qwen2_config
 from quire.models.rope_config import ROPE_SCALINGS, read_rope, yarn_magnitude
 from quire.ops.rope import RotaryTable, inverse_frequencies
 
@@ -551,6 +552,26 @@ def test_longrope_is_fixed_by_the_longest_sequence(max_model_len: int | None, ch
     assert spec.fingerprint() == read(values, 8, max_model_len=256 if chosen == "long" else 64).fingerprint()
 
 
+def test_yarn_stretches_the_context_that_config_json_leaves_as_it_was() -> None:
+    """What the models' cards of Qwen2.5 and Qwen3 let users add."""
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    values = {
+        **dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), 32),
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 80,
+        "use_sliding_window": True,
+        "max_window_layers": 1,
+        "sliding_window": 100,
+    }
+    config = read_qwen2_config({**values, "rope_scaling": yarn})
+    assert (read_qwen2_config(values).context, config.context) == (80, 256)
+    assert [spec.layer_window for spec in read_qwen2_config(values).layers] == [None, None]
+    assert [spec.layer_window for spec in config.layers] == [None, 100]
+    assert read_qwen2_config({**values, "rope_scaling": {**yarn, "factor": 1.1}}).context == 80
+
+
 def test_dynamic_is_fixed_by_the_longest_sequence() -> None:
     values = {"max_position_embeddings": 256, "rope_scaling": {"type": "dynamic", "factor": 2.0}}
     plain = inverse_frequencies(RopeSpec(theta=1e4, rotary_dim=8))
@@ -609,6 +630,19 @@ def test_weights_that_say_nothing_are_yarns_own(weights: dict[str, Any]) -> None
     spec = read({"rope_scaling": {"type": "yarn", "factor": 40.0, **weights}})
     assert spec.attention_factor == yarn_magnitude(40.0) == 0.1 * math.log(40.0) + 1
     assert yarn_magnitude(1.0) == yarn_magnitude(0.5, 7.0) == 1.0
+
+
+def test_a_factor_of_the_authors_code_multiplies_yarns_magnitude() -> None:
+    """As in DeepSeek-R1-0528-Qwen3-8B, where both make 1."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    spec = read({"rope_scaling": {**yarn, "attn_factor": 0.8782488562869419}})
+    assert spec.attention_factor == pytest.approx(1.0, rel=1e-15)  # some units of float64
+    assert read({"rope_scaling": {**yarn, "finetuned": True}}) == read({"rope_scaling": yarn})
+    with pytest.raises(Unsupported, match=r"attn_factor is 0.5, which is not supported; expected null"):
+        read({"rope_scaling": {**yarn, "attention_factor": 1.1, "attn_factor": 0.5}})
+    weights = {"mscale": 1.0, "mscale_all_dim": 1.0}
+    with pytest.raises(Unsupported, match=r"\['attn_factor'\] with RoPE scaling 'yarn'; expected none of them"):
+        read({"rope_scaling": {**yarn, **weights, "attn_factor": 0.5}})
 
 
 def test_a_spec_fits_into_a_header() -> None:

@@ -383,24 +383,24 @@ ROWS = (
 CORES = (
     Mutant(
         name="threads-of-one-core-count-as-cores",
-        file="kernels/cores.py",
+        file="kernels/cpu_process.py",
         old='siblings.add(path.read_text(encoding="ascii").strip())',
         new='siblings.add(path.read_text(encoding="ascii") + str(cpu))',
-        tests=("kernels/test_cores.py::test_siblings_are_one_core",),
+        tests=("kernels/test_cpu_process.py::test_siblings_are_one_core",),
     ),
     Mutant(
         name="only-the-own-group-limits",
-        file="kernels/cores.py",
-        old="*(top / parent for parent in Path(group).parents)",
-        new="",
-        tests=("kernels/test_cores.py::test_the_tightest_group_limits",),
+        file="base/process_limits.py",
+        old="(inside, *inside.parents) if inside.name else (inside,)",
+        new="(inside,)",
+        tests=("base/test_process_limits.py::test_the_tightest_group_limits_time",),
     ),
     Mutant(
         name="a-chosen-number-of-threads-is-lowered",
-        file="kernels/cores.py",
+        file="kernels/cpu_process.py",
         old="usable < now and now in defaults and",
         new="usable < now and",
-        tests=("kernels/test_cores.py::test_the_default_is_lowered_and_a_choice_stays",),
+        tests=("kernels/test_cpu_process.py::test_the_default_is_lowered_and_a_choice_stays",),
     ),
 )
 
@@ -493,10 +493,10 @@ FAMILIES = (
     ),
     Mutant(
         name="memory-that-a-group-holds-is-free",
-        file="base/host_memory.py",
-        old="limit - used + sum",
-        new="limit + sum",
-        tests=("test_build.py::test_memory_is_free_within_every_limit_of_control_groups",),
+        file="base/process_limits.py",
+        old="limit - used + cached",
+        new="limit + cached",
+        tests=("base/test_process_limits.py::test_memory_is_free_within_every_limit",),
     ),
 )
 

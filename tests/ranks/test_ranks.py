@@ -30,11 +30,12 @@ from quire.base.outputs import Blend
 from quire.base.segments import BlendParams, Segment
 from quire.base.types import Chunk, Step
 from quire.branches.move_costs import MoveCosts
-from quire.build import EXECUTOR_FACTORY
+from quire.build import EXECUTOR_FACTORY, RankPart
 from quire.contracts.adapters import Adapter
 from quire.contracts.executor import DecodeInput, PrefillInput
 from quire.contracts.ranks import Share
 from quire.runner import rank_processes, torch_group
+from quire.runner.rank_processes import Ranks
 from quire.runner.ranks import RankedRunner
 from quire.runner.torch_group import TorchGroup
 
@@ -121,6 +122,25 @@ def test_in_bfloat16_ranks_are_as_near_to_float32_as_one_process(one: LLM) -> No
     # 24 errors varies by a quarter.
     assert errors[0] > 0
     assert errors[1] < 1.5 * errors[0]
+
+
+def test_ranks_share_the_threads_of_this_process_which_gets_them_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[object] = []
+    tell = Ranks.tell
+    monkeypatch.setattr(Ranks, "tell", lambda ranks, messages: (told.extend(messages), tell(ranks, messages)))
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")  # so that it is a user's number
+    before = torch.get_num_threads()
+    try:
+        for chosen, expected in ((None, 5), (3, 3)):
+            torch.set_num_threads(5)
+            with ranks_as_threads(), made(2):
+                assert torch.get_num_threads() == 2
+                if chosen is not None:
+                    torch.set_num_threads(chosen)
+            assert torch.get_num_threads() == expected
+    finally:
+        torch.set_num_threads(before)
+    assert [part.threads for part in told if isinstance(part, RankPart)] == [2, 2]
 
 
 def of_all_ranks(path: Path, size: int, act: Callable[[TorchGroup, int], Any]) -> list[Any]:

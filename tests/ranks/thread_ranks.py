@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import torch
 
 from quire.rank_process import main
 from quire.runner.local import LocalRunner
@@ -74,8 +73,7 @@ class Turns:
 
 @contextmanager
 def ranks_as_threads() -> Iterator[None]:
-    """Ranks are threads; each lowers the number of PyTorch's threads, which they share."""
-    threads = torch.get_num_threads()
+    """Ranks are threads."""
     with pytest.MonkeyPatch.context() as patch:
         started = subprocess.Popen
 
@@ -89,7 +87,6 @@ def ranks_as_threads() -> Iterator[None]:
         for kind, name in ((TorchGroup, "sum"), (TorchGroup, "gather"), (TorchLine, "_wait")):
             patch.setattr(kind, name, turns.waiting(getattr(kind, name)))
         yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,9 @@
-"""``HostLink``: copies between host memory and a device, on streams beside its compute stream.
+"""Copies between host memory and a device: ``HostLink``, on streams beside its compute stream, and
+``Download``, which does not wait for work queued later.
 
-Bytes pass through a few pinned buffers. Neither the computing device nor the host waits for the
-other; events order the work. Call ``compute_waits`` before queueing work that reads loaded data,
-and ``side_waits`` before loading into memory that queued work may still use.
+A link's bytes pass through a few pinned buffers. Neither the computing device nor the host waits
+for the other; events order the work. Call ``compute_waits`` before queueing work that reads loaded
+data, and ``side_waits`` before loading into memory that queued work may still use.
 """
 
 from __future__ import annotations
@@ -195,3 +196,29 @@ def host_link(device: torch.device) -> HostLink | None:
     if device.type != "cuda":
         return None
     return HostLink(device, CudaStreams(device), CudaStreams(device))
+
+
+class Download:
+    """Tensors on their way to the host.
+
+    A plain copy to the host waits until the device has done all queued work. This copy is queued
+    behind the work that makes the tensors, and ``wait`` returns once it is done, even if more work
+    was queued since. On the CPU the tensors are returned as they are.
+    """
+
+    __slots__ = ("_event", "_there")
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        """Queue the copies. All tensors are on one device."""
+        self._event: torch.cuda.Event | None = None
+        # PyTorch uses pinned memory for such a copy, and keeps its source alive until it is done.
+        self._there = [one.to("cpu", non_blocking=True) for one in tensors]
+        if tensors and tensors[0].is_cuda:
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record(torch.cuda.current_stream(tensors[0].device))
+
+    def wait(self) -> list[Tensor]:
+        """Return the tensors on the CPU, in their order, once they have come."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._there

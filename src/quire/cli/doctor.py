@@ -71,7 +71,7 @@ def _devices(torch_version: str) -> list[Finding]:
 
     from quire.base.config import ATTENTION_BACKENDS
     from quire.kernels.attention.cpu_attention import NativeAttention
-    from quire.kernels.cores import usable_cores
+    from quire.kernels.cpu_process import usable_cores
     from quire.kernels.native_library import native_problem
     from quire.models.processor import Processor
 
@@ -124,19 +124,19 @@ def _memory() -> Finding:
 def _kernels() -> Finding:
     from quire.kernels.attention.cpu_attention import LEVELS
     from quire.kernels.linear.cpu_linear import native_linear
-    from quire.kernels.linear.low_rank import native_low_rank
-    from quire.kernels.native_library import native_problem
+    from quire.kernels.native_library import native_library, native_problem
 
-    kernel = native_low_rank()
-    if kernel is None:
+    library = native_library()
+    if library is None:
         advice = "Install a C++ compiler and then Quire again; without them models and adapters take longer on the CPU, and there are no int8 and int4 weights."
         return Finding("C++ kernels", native_problem(), False, advice)
-    threads = "" if kernel.threaded else ", on one thread: PyTorch's libgomp was not found"
     linear = native_linear()
     used = "" if linear is None else f", linear maps those for {LEVELS[linear.level]}"
     if linear is not None and linear.float_level != linear.level:
         used += f", of weights in bfloat16 and blocks those for {LEVELS[linear.float_level]}, which are faster here"
-    return Finding("C++ kernels", f"built; models and adapters on the CPU use them{used}{threads}")
+    threads = "" if library.parallel else ", on one thread: PyTorch has no OpenMP runtime with GOMP_parallel"
+    text = f"built; models and adapters on the CPU use them{used}{threads}"
+    return Finding("C++ kernels", text, bool(library.parallel), "Install a PyTorch that computes with OpenMP.")
 
 
 def _ranks() -> Finding:

@@ -443,7 +443,7 @@ def quantize(
     """
     import torch
 
-    from quire.base.host_memory import size_words
+    from quire.base.process_limits import size_words
     from quire.build import check_quantized, layer_kernels
     from quire.cli.quantize import BITS, check_source, check_target, write_quantized
     from quire.models.catalogue import resolve_model

@@ -18,10 +18,10 @@ from typing import cast
 
 import torch
 
-from quire.base.host_memory import free_memory
+from quire.base.process_limits import free_memory
 from quire.build import layer_kernels
 from quire.contracts.linear import WeightForm
-from quire.kernels.cores import limit_threads
+from quire.kernels.cpu_process import limit_threads
 from quire.kernels.linear.cpu_linear import FORMS, native_linear
 from quire.models.loading import Outline, load_model
 from quire.models.processor import Processor

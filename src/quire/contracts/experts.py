@@ -18,6 +18,10 @@ from quire.base.errors import InvalidArgument
 from quire.contracts.linear import LinearMap
 from quire.contracts.rows import ActivationName
 
+MAX_PAIRS = 1 << 15
+"""Number of pairs of a token and an expert that run at a time. This bounds the copies of
+activations, and each expert still has enough rows for a read of its weights."""
+
 GateKind: TypeAlias = ActivationName | Literal["clamped", "squared"]
 
 

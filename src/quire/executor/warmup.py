@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.autograd.profiler import profile
 
-from quire.base.host_memory import free_memory
+from quire.base.process_limits import free_memory
 from quire.base.types import Chunk, Inputs, LogitsPlace, SeqId, Step
 from quire.executor.cache_pool import CachePool
 from quire.executor.running_calls import Stopwatch

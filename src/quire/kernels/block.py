@@ -37,7 +37,7 @@ from quire.contracts.experts import MixtureCall
 from quire.contracts.linear import LinearMap
 from quire.contracts.recurrence import MixerCall, RecurrentParts, StackPools
 from quire.kernels.experts import NativeGate, NativeMixture, native_gate
-from quire.kernels.linear.cpu_linear import NativeMap
+from quire.kernels.linear.cpu_linear import NativeMap, native_maps
 from quire.kernels.native_library import NativeLibrary, native_library
 from quire.kernels.recurrence.cpu_recurrence import NativeMixer
 from quire.kernels.rows.cpu_rows import TYPES
@@ -205,7 +205,7 @@ class NativeBlocks:
         scale_Z: Tensor | None = None,
     ) -> NativeBlock | None:
         """Return a block with this end, and these maps of its normed input."""
-        found = _native(maps)
+        found = native_maps(maps)
         if found is None or not isinstance(tail, NativeTail) or found[0].dtype != tail.dtype:
             return None
         if {one.weights.inputs for one in maps} != {tail.width}:
@@ -460,7 +460,7 @@ def _feed(native: _Block, mlp: MLPParts | MixtureCall, dtype: torch.dtype) -> ob
     """Give a block its feed-forward part; return the owner of the addresses, None for unsupported
     parts."""
     if isinstance(mlp, MLPParts):
-        maps = _native((mlp.first, mlp.down))
+        maps = native_maps((mlp.first, mlp.down))
         shapes = [(one.weights.inputs, one.weights.outputs) for one in (mlp.first, mlp.down)]
         width, inner = native.width, mlp.down.weights.inputs
         if maps is None or maps[0].dtype != dtype or shapes != [(width, mlp.gate.factor * inner), (inner, width)]:
@@ -472,12 +472,6 @@ def _feed(native: _Block, mlp: MLPParts | MixtureCall, dtype: torch.dtype) -> ob
         return None
     native.experts = mlp.place
     return mlp
-
-
-def _native(maps: Sequence[LinearMap]) -> tuple[NativeMap, ...] | None:
-    """Return the maps if all are of this library and for activations of one dtype; else None."""
-    found = tuple(one for one in maps if isinstance(one, NativeMap))
-    return found if len(found) == len(maps) and len({one.dtype for one in found}) == 1 else None
 
 
 def _fit(ends: ModelEnds | None, block: NativeBlock) -> bool:

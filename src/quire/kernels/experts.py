@@ -20,6 +20,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from quire.contracts.experts import (
+    MAX_PAIRS,
     ExpertsCall,
     GateForm,
     GateKind,
@@ -28,7 +29,7 @@ from quire.contracts.experts import (
     SharedParts,
 )
 from quire.contracts.linear import LinearMap
-from quire.kernels.linear.cpu_linear import DTYPES, NativeLinear, NativeMap, native_linear
+from quire.kernels.linear.cpu_linear import DTYPES, NativeLinear, NativeMap, native_linear, native_maps
 from quire.kernels.native_library import NativeLibrary, native_library
 from quire.ops import experts as reference
 
@@ -36,9 +37,6 @@ MOST_EXPERTS = 4096
 """Of a router."""
 ROUTED = 16
 """Experts of a panel of a router's weights."""
-MAX_PAIRS = 1 << 15
-"""Number of pairs that run at a time. This bounds the copies of activations, and each expert still
-has enough rows per read of its weights."""
 GATE_NUMBERS: Mapping[GateKind, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "clamped": 3, "squared": 4}
 
 
@@ -142,7 +140,7 @@ class NativeExperts:
         self, gate_up: Sequence[LinearMap], down: Sequence[LinearMap], gate: GateForm
     ) -> NativeExpertsCall | None:
         """See the contract."""
-        found = _native([*gate_up, *down])
+        found = native_maps([*gate_up, *down])
         if found is None or len(gate_up) != len(down) or not gate_up:
             return None
         first, last = found[: len(gate_up)], found[len(gate_up) :]
@@ -158,7 +156,7 @@ class NativeExperts:
             return None
         if shared is None:
             return NativeMixture(router, experts, None, ())
-        maps = _native([shared.gate_up, shared.down])
+        maps = native_maps([shared.gate_up, shared.down])
         if maps is None or maps[0].dtype != experts.dtype or not _fit(maps[:1], maps[1:], shared.gate):
             return None
         weight_E = shared.weight_E
@@ -319,12 +317,6 @@ def native_gate(form: GateForm) -> NativeGate:
 
 def _place(found: Tensor | None) -> int | None:
     return None if found is None else found.data_ptr()
-
-
-def _native(maps: Sequence[LinearMap]) -> list[NativeMap] | None:
-    """Return the maps if all are of this library and for activations of one dtype; else None."""
-    found = [one for one in maps if isinstance(one, NativeMap)]
-    return found if len(found) == len(maps) and len({one.dtype for one in found}) == 1 else None
 
 
 def _fit(gate_up: Sequence[NativeMap], down: Sequence[NativeMap], gate: GateForm) -> bool:

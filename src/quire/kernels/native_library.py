@@ -9,13 +9,16 @@ compete with it for the cores.
 from __future__ import annotations
 
 import ctypes
+import logging
 import sysconfig
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
+from quire.kernels.cpu_process import openmp_function
+
+logger = logging.getLogger("quire")
 
 VERSION = 14
 """Version of all structures and calls; ``cpu/version.cpp`` has the same number."""
@@ -39,8 +42,12 @@ class NativeLibrary:
 @cache
 def native_library() -> NativeLibrary | None:
     """Return the library; None if there is none (``native_problem``)."""
-    found = _load()
-    return None if isinstance(found, str) else NativeLibrary(found, _openmp())
+    if isinstance(found := _load(), str):
+        return None
+    parallel = openmp_function("GOMP_parallel")
+    if parallel is None:
+        logger.warning("the C++ kernels run on one thread: PyTorch has no OpenMP runtime with GOMP_parallel")
+    return NativeLibrary(found, None if parallel is None else ctypes.cast(parallel, ctypes.c_void_p).value)
 
 
 def native_problem() -> str:
@@ -62,13 +69,3 @@ def _load() -> ctypes.CDLL | str:
     if version != VERSION:
         return f"the C++ kernels are of version {version}, version {VERSION} is needed: install Quire again"
     return library
-
-
-def _openmp() -> int | None:
-    """Return the address of GOMP_parallel in PyTorch's OpenMP runtime; None: one thread."""
-    for path in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*")):
-        try:
-            return ctypes.cast(ctypes.CDLL(str(path)).GOMP_parallel, ctypes.c_void_p).value
-        except (OSError, AttributeError):
-            continue
-    return None

@@ -62,7 +62,7 @@ FEW_RUNS = 8
 """Runs of slots from which on rows are copied by an index."""
 MAPPED = 4 << 20
 """Bytes from which on zeros have a mapping of their own. NumPy's may lie in memory that the process
-has kept (``kernels.malloc``), and is then zeroed at once."""
+has kept (``kernels.cpu_process``), and is then zeroed at once."""
 
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

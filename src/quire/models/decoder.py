@@ -34,6 +34,7 @@ from quire.models.blocks import (
     SerialBlock,
     joined_stack,
 )
+from quire.models.rope_config import stretched_length
 from quire.nn.attention import Attention, GrowingAttention, NormedAttention, QueryGrowth, WidthNormedAttention
 from quire.nn.embedding import Embedding, ScaledEmbedding, ShapedLogits
 from quire.nn.linear import Linear
@@ -109,12 +110,9 @@ class DecoderConfig:
 
     @property
     def context(self) -> int:
-        """Longest sequence in tokens: ``max_position``, or the longer length of a ``dynamic``
-        RoPE."""
-        made_for = [
-            spec.rope.length for spec in self.layers if spec.rope is not None and spec.rope.scaling == "dynamic"
-        ]
-        return max(self.max_position, *made_for) if made_for else self.max_position
+        """Longest sequence in tokens: ``max_position``, or the longer length of a RoPE that
+        stretches it."""
+        return max([self.max_position, *(stretched_length(spec.rope) for spec in self.layers)])
 
     def divided(self, share: Share) -> Self:
         """Return the sizes of one rank's model; ``Unsupported`` if they do not divide."""

@@ -14,7 +14,7 @@ from quire.contracts.layers import FullAttention, RopeSpec, WindowedAttention
 from quire.contracts.rows import ActivationName
 from quire.models.config_fields import ConfigFields
 from quire.models.decoder import AttentionSpec
-from quire.models.rope_config import read_rope
+from quire.models.rope_config import read_rope, stretched_length
 
 MAX_LAYERS = 10_000
 """A bound above any model's, so that a damaged config.json does not cost memory."""
@@ -98,7 +98,11 @@ class DecoderGeometry:
             ropes = (ropes,) * self.num_layers
         if windows is None or isinstance(windows, int):
             windows = (windows,) * self.num_layers
-        return tuple(self._layer(rope, window, sm_scale, softcap) for rope, window in zip(ropes, windows, strict=True))
+        last = max([self.max_position, self.max_model_len or 0, *map(stretched_length, ropes)])
+        return tuple(
+            self._layer(rope, window if window is None or window < last else None, sm_scale, softcap)
+            for rope, window in zip(ropes, windows, strict=True)
+        )
 
     def _layer(
         self, rope: RopeSpec | None, window: int | None, sm_scale: float | None, softcap: float | None
@@ -113,9 +117,7 @@ class DecoderGeometry:
             "sm_scale": sm_scale,
             "softcap": softcap,
         }
-        if window is None or window >= max(self.max_position, self.max_model_len or 0):
-            return FullAttention(**shape)
-        return WindowedAttention(**shape, window=window)
+        return FullAttention(**shape) if window is None else WindowedAttention(**shape, window=window)
 
 
 def read_geometry(

@@ -234,6 +234,7 @@ def _read_dynamic(rope: ConfigFields, plain: RopeSpec, context: _Context) -> Rop
 
 
 def _read_yarn(rope: ConfigFields, plain: RopeSpec, context: _Context) -> RopeSpec:
+    rope.get("finetuned")  # Only the authors' rule for lengths that grow reads it.
     if plain.theta <= 1:
         raise rope.error("rope_theta", "more than 1 for yarn")
     stretched = rope.get("original_max_position_embeddings") is not None
@@ -242,6 +243,8 @@ def _read_yarn(rope: ConfigFields, plain: RopeSpec, context: _Context) -> RopeSp
     beta_fast, beta_slow = rope.number("beta_fast", 32.0), rope.number("beta_slow", 1.0)
     if beta_fast < beta_slow:
         raise rope.error("beta_fast", f"at least beta_slow ({beta_slow})")
+    if rope.get("attention_factor") is not None:
+        rope.expect("attn_factor")  # The one is the whole factor, the other a part of it.
     return replace(
         plain,
         scaling="yarn",
@@ -267,7 +270,9 @@ def _yarn_attention_factor(rope: ConfigFields, factor: float) -> float:
     which is in the scores.
 
     0 equals missing. With one missing, DeepSeek's code (defaults 1 and 0) and transformers (which
-    ignores both) may differ; then the configuration is refused.
+    ignores both) may differ; then the configuration is refused. Without both ``attn_factor``
+    multiplies the magnitude, as in the authors' code and in vLLM; transformers ignores it, with a
+    warning. DeepSeek-R1-0528-Qwen3-8B has the reciprocal of the magnitude there.
     """
     weights = []
     for name in ("mscale", "mscale_all_dim"):
@@ -280,7 +285,7 @@ def _yarn_attention_factor(rope: ConfigFields, factor: float) -> float:
     if everywhere or rotated not in (0.0, 1.0):
         given, missing = ("mscale_all_dim", "mscale") if everywhere else ("mscale", "mscale_all_dim")
         raise rope.error(missing, f"a number above 0 beside {given}")
-    return yarn_magnitude(factor)
+    return yarn_magnitude(factor) * rope.number("attn_factor", 1.0)
 
 
 def _read_longrope(rope: ConfigFields, plain: RopeSpec, context: _Context) -> RopeSpec:
@@ -340,6 +345,20 @@ _READERS: Mapping[str, Callable[[ConfigFields, RopeSpec, _Context], RopeSpec]] =
     "llama3": _read_llama3,
     "proportional": _read_proportional,
 }
+
+
+def stretched_length(rope: RopeSpec | None) -> int:
+    """Return the length in tokens to which a RoPE stretches the context; 0 if it says none.
+
+    The models' cards of Qwen2.5 and Qwen3 let users add ``yarn`` to config.json, and leave
+    ``max_position_embeddings`` at the length of the training.
+    """
+    match rope:
+        case RopeSpec(scaling="dynamic"):
+            return rope.length
+        case RopeSpec(scaling="yarn"):
+            return round(rope.factor * rope.original_max_position)
+    return 0
 
 
 @dataclass(frozen=True, slots=True)

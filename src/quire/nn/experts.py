@@ -21,7 +21,7 @@ from torch import Tensor
 
 from quire.base.errors import Unsupported
 from quire.contracts.block_calls import LayerKernels
-from quire.contracts.experts import ExpertsCall, GateForm, MixtureCall, RouterCall, Routing, SharedParts
+from quire.contracts.experts import MAX_PAIRS, ExpertsCall, GateForm, MixtureCall, RouterCall, Routing, SharedParts
 from quire.contracts.linear import JoiningKernel, LinearStack, StackKernel
 from quire.contracts.rows import ActivationName, RowKernels
 from quire.nn.linear import Linear
@@ -30,9 +30,6 @@ from quire.nn.packed import KernelLinear, kernel_maps, pack_maps, packed
 from quire.ops.experts import route
 from quire.ops.rows import REFERENCE_ROWS
 
-MAX_PAIRS = 1 << 15
-"""Number of pairs that run at a time. This bounds the copies of activations, and each expert still
-has enough rows per read of its weights."""
 GROUPED_CAPABILITY = (8, 0)
 """The oldest CUDA devices with a grouped matrix product."""
 GROUPED_ALIGNMENT = 16

@@ -10,7 +10,7 @@ import torch
 
 from quire.base.config import EngineConfig, parse_bytes
 from quire.base.errors import InvalidArgument, ResourceExhausted
-from quire.base.host_memory import free_memory, size_words
+from quire.base.process_limits import free_memory, size_words
 from quire.contracts.kv_format import KVFormat
 from quire.contracts.layers import FullAttention, LatentAttention, LayerSpec, Recurrent, WindowedAttention
 from quire.kv.formats import kv_format

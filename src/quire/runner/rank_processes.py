@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -60,7 +61,11 @@ class Ranks:
         """Where the ranks' groups meet, with a suffix for each."""
         self._pipes: list[Connection] = []
         self._processes: list[subprocess.Popen[bytes]] = []
-        self.close = weakref.finalize(self, _end, self._processes, self._pipes, self._meeting, os.getpid())
+        self._threads: list[int] = []
+        """The number of threads of this process before and after ``share_threads``."""
+        self.close = weakref.finalize(
+            self, _end, self._processes, self._pipes, self._meeting, os.getpid(), self._threads
+        )
         for _ in range(1, self.size):
             ours, theirs = socket.socketpair()
             # What is sent to a process that hangs fails in time.
@@ -86,6 +91,14 @@ class Ranks:
     def fault(self) -> str:
         """The reason why no step can run; empty: steps can, as far as is known without one."""
         return self.broken or (ENDED if any(one.poll() is not None for one in self._processes) else "")
+
+    def share_threads(self) -> int:
+        """Lower this process's number of threads to a rank's share, until the others end; return
+        it."""
+        whole = torch.get_num_threads()
+        self._threads[:] = whole, max(1, whole // self.size)
+        torch.set_num_threads(self._threads[1])
+        return self._threads[1]
 
     def tell(self, messages: Sequence[object]) -> None:
         """Send a message to each of the others. ``RanksBroken`` if one has ended."""
@@ -207,8 +220,15 @@ class Ranks:
             raise self.fail(error) from error
 
 
-def _end(processes: Sequence[subprocess.Popen[bytes]], pipes: Sequence[Connection], folder: Path, owner: int) -> None:
-    """End processes whose owner is this process: they end when their pipe does."""
+def _end(
+    processes: Sequence[subprocess.Popen[bytes]],
+    pipes: Sequence[Connection],
+    folder: Path,
+    owner: int,
+    threads: Sequence[int],
+) -> None:
+    """End processes whose owner is this process: they end when their pipe does. Give this process
+    its threads again, if nobody else has changed their number."""
     for pipe in pipes:
         with suppress(OSError):
             pipe.close()
@@ -221,3 +241,5 @@ def _end(processes: Sequence[subprocess.Popen[bytes]], pipes: Sequence[Connectio
             process.kill()
             process.wait()
     shutil.rmtree(folder, ignore_errors=True)
+    if threads and torch.get_num_threads() == threads[1]:
+        torch.set_num_threads(threads[0])

@@ -16,6 +16,7 @@ import os
 import struct
 import time
 from collections.abc import Iterator
+from ctypes import c_int, c_int64, c_uint64, c_void_p
 
 import torch
 from torch import Tensor
@@ -23,10 +24,11 @@ from torch import Tensor
 from quire.base.errors import RanksBroken
 from quire.base.finalizers import unless_exiting
 from quire.kernels.native_library import NativeLibrary
-from quire.kernels.waiting import LINE, Counters
 
 PIECE = 1 << 20
 """Bytes of a buffer."""
+LINE = 64
+"""Bytes of a counter."""
 LOOK_SECONDS = 0.01
 """Seconds of a wait after which it is looked whether the other ranks are alive."""
 _LOCK = struct.Struct("hhqqi4x")  # struct flock
@@ -35,6 +37,26 @@ _LOCK = struct.Struct("hhqqi4x")  # struct flock
 def memory_bytes(size: int) -> int:
     """Return the bytes that so many ranks share."""
     return size * (LINE + 2 * PIECE)
+
+
+class Counters:
+    """A counter for each process, in shared memory. In C++ (``kernels/cpu/waiting.cpp``) one
+    process waits for others without a system call, and without the GIL."""
+
+    def __init__(self, library: NativeLibrary, memory: Tensor, size: int) -> None:
+        """``memory``: ``LINE * size`` bytes of zeros, which all processes see."""
+        self._memory, self._size = memory, size
+        self._count = library.function("quire_count", c_void_p, c_int64, c_uint64)
+        self._await = library.function("quire_await", c_void_p, c_int64, c_uint64, c_int64, result=c_int)
+
+    def count(self, own: int, number: int) -> None:
+        """Set counter ``own`` to ``number``. A process that reads the number also sees all earlier
+        writes of this one."""
+        self._count(self._memory.data_ptr(), own, number)
+
+    def wait(self, number: int, seconds: float) -> bool:
+        """Wait until all counters are ``number`` at least; return False if that takes longer."""
+        return bool(self._await(self._memory.data_ptr(), self._size, number, int(seconds * 1e9)))
 
 
 class SharedSums:

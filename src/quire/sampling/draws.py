@@ -11,8 +11,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from quire.base.downloads import Download
 from quire.base.errors import QuireError
+from quire.base.host_link import Download
 from quire.sampling.filters import (
     Candidates,
     DrawKernel,

@@ -285,6 +285,12 @@ def _block_parts(weights: PackedMatrix) -> NDArray[np.int64]:
     return np.array(parts, np.int64).reshape(-1, 3)
 
 
+def native_maps(maps: Sequence[LinearMap]) -> tuple[NativeMap, ...] | None:
+    """Return the maps if all are of this library and for activations of one dtype; else None."""
+    found = tuple(one for one in maps if isinstance(one, NativeMap))
+    return found if len(found) == len(maps) and len({one.dtype for one in found}) == 1 else None
+
+
 @cache
 def native_linear() -> NativeLinear | None:
     """Return the kernel; None if it was not built (``native_library.native_problem``)."""

@@ -73,11 +73,6 @@ class NativeLowRank:
         self._run = library.function("quire_low_rank", pointer, pointer, number, pointer, number, number, pointer)
         self._parallel = library.parallel
 
-    @property
-    def threaded(self) -> bool:
-        """True if PyTorch's threads were found. Otherwise a call runs on one thread."""
-        return self._parallel is not None
-
     def refusal(self, dtype: torch.dtype, device: torch.device) -> str:
         """Return the reason why the kernel cannot run on such tensors; "" if it can."""
         if device.type != "cpu":
