@@ -192,6 +192,7 @@ class Engine:
                     "computed again; ask for them before set_kv",
                     field="prompt_logprobs",
                 )
+        exclusions = self.outputs.exclusions(params)
         with self.lock:
             self.runner.adapters.check([adapter])
             if session is not None:
@@ -212,7 +213,7 @@ class Engine:
             prompt, samples = TokenHistory(tokens, media), list[Request]()
             for index in range(params.n):
                 branch = RequestBranch(tokens=prompt.fork(), key=prefix, runs=runs, reusable=self.cache is not None)
-                output = self.outputs.make(branch.tokens, params, index)
+                output = self.outputs.make(branch.tokens, params, index, exclusions)
                 samples.append(Request(replace(asked, index=index), branch, Seat(priority=hints.priority), output))
             leader = samples[0]
             leader.asked, leader.seat.siblings = self._hinted(leader.asked, hints), samples[1:]
