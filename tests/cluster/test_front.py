@@ -287,5 +287,7 @@ def test_what_the_front_tells(run: Run) -> None:
         assert [one["name"] for one in told["replicas"]] == ["a"]
         assert told["requests"] == {"load": 1}
         assert (await client.get("/health")).json() == {"status": "ok", "replicas": 1}
+        for path in ("/health", "/v1/cluster", "/v1/sessions"):
+            assert (await client.head(path)).status_code == 200
 
     run(FakeReplicas("a"), story)

@@ -17,7 +17,7 @@ from quire.server.http.errors import ApiError
 from quire.server.openai.conversations import request_variables, thinking_variables
 from quire.server.openai.protocol import ChatRequest
 
-from .conftest import OPTIONS, Served, serving
+from .conftest import OPTIONS, Served, serving, wait_for
 from .test_chat import MESSAGES, ask
 from .test_completions import events
 
@@ -441,24 +441,38 @@ def test_documents_reach_a_template_that_reads_them() -> None:
 
 def test_allow_names_all_methods(chat_client: httpx.Client) -> None:
     for path, allowed in (
-        ("/v1/sessions", "GET, POST"),
-        ("/v1/sessions/x", "DELETE, GET"),
+        ("/v1/sessions", "GET, HEAD, POST"),
+        ("/v1/sessions/x", "DELETE, GET, HEAD"),
         ("/metrics", "GET, HEAD"),
         ("/v1/chat/completions", "POST"),
         # Not what an id in their place could be asked by.
         ("/v1/sessions/generate", "POST"),
         ("/v1/sessions/state", "POST"),
-        ("/v1/branches/diff", "DELETE, GET"),
+        ("/v1/branches/diff", "DELETE, GET, HEAD"),
     ):
         answer = chat_client.put(path)
         assert (answer.status_code, answer.headers["allow"]) == (405, allowed)
 
 
-def test_head(chat_client: httpx.Client) -> None:
-    for path in ("/metrics", "/health"):
-        answer = chat_client.head(path)
-        assert (answer.status_code, answer.content) == (200, b"")
-    assert "head" not in chat_client.get("/openapi.json").json()["paths"]["/metrics"]
+def test_what_answers_get_answers_head(chat_served: Served) -> None:
+    """Load balancers, ollama's clients and proxies ask so."""
+    client = chat_served.client
+    paths = client.get("/openapi.json").json()["paths"]
+    assert not any("head" in every for every in paths.values())
+    read = ["/", *(path for path, every in paths.items() if "get" in every and "{" not in path)]
+    assert {"/health", "/metrics", "/v1/models", "/api/tags", "/v1/sessions"} <= set(read)
+    for path in [*read, "/v1/models/none", "/v1/sessions/none"]:
+        answer = client.head(path)
+        assert answer.content == b""
+        # The stream of events of a page has no end.
+        if path != "/v1/state/events":
+            got = client.get(path)
+            assert (answer.status_code, answer.headers["content-type"]) == (
+                got.status_code,
+                got.headers["content-type"],
+            )
+    wait_for(lambda: chat_served.context.gate.under_way == 0)
+    assert client.head("/v1/chat/completions").status_code == 405
 
 
 def test_what_only_values_can_tell_is_declared(chat_client: httpx.Client) -> None:
