@@ -281,6 +281,8 @@ def test_adapters_are_loaded_by_all(run: Run) -> None:
 
 
 def test_what_the_front_tells(run: Run) -> None:
+    replicas = FakeReplicas("a")
+
     async def story(front: Front, client: httpx.AsyncClient) -> None:
         await client.post("/v1/completions", json={"prompt": "p"})
         told = (await client.get("/v1/cluster")).json()
@@ -289,5 +291,6 @@ def test_what_the_front_tells(run: Run) -> None:
         assert (await client.get("/health")).json() == {"status": "ok", "replicas": 1}
         for path in ("/health", "/v1/cluster", "/v1/sessions"):
             assert (await client.head(path)).status_code == 200
+        assert [(call.method, call.path.partition("?")[0]) for _, call in replicas.calls[1:]] == [("GET", "/v1/sessions")]
 
-    run(FakeReplicas("a"), story)
+    run(replicas, story)
