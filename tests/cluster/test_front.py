@@ -291,6 +291,8 @@ def test_what_the_front_tells(run: Run) -> None:
         assert (await client.get("/health")).json() == {"status": "ok", "replicas": 1}
         for path in ("/health", "/v1/cluster", "/v1/sessions"):
             assert (await client.head(path)).status_code == 200
-        assert [(call.method, call.path.partition("?")[0]) for _, call in replicas.calls[1:]] == [("GET", "/v1/sessions")]
+        assert [(call.method, call.path.partition("?")[0]) for _, call in replicas.calls[1:]] == [
+            ("GET", "/v1/sessions")
+        ]
 
     run(replicas, story)

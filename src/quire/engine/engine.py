@@ -254,6 +254,7 @@ class Engine:
         arrival: int | None = None,
         blend: PromptBlend | None = None,
         priority: int = 0,
+        uncounted: bool = False,
     ) -> Request:
         """Queue a run without sampling, after which the session's tokens are these and ``tail``.
 
@@ -261,6 +262,7 @@ class Engine:
         runs: at least the tokens from ``fresh_from`` on. A ``QuireError`` from it ends the request.
         ``arrival`` is the place in the queue of an earlier request that this one continues.
         ``media`` is as in ``submit``, of the tail too. ``blend``: what gives rows of some tokens.
+        ``uncounted``: as in ``AskedFor``.
         """
         media = media_of(session, tokens, media)
         self.checks_of(session).length(len(tokens) + len(tail), None)
@@ -272,6 +274,7 @@ class Engine:
                     num_prompt=len(tokens),
                     tail=tuple(tail),
                     owner=owner_of(session.key),
+                    uncounted=uncounted,
                 ),
                 RequestBranch(tokens=TokenHistory(tokens, media), reusable=True, blend=blend),
                 Seat(priority=priority),
