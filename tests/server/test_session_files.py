@@ -20,9 +20,10 @@ from tests.small_llms import make_checkpoint
 
 from quire import LLM, AsyncLLM, SamplingParams
 from quire.base.errors import DataLoss
+from quire.base.temporary_folders import remove_leftovers
 from quire.server.http.errors import hiding
 from quire.server.http.settings import ServerSettings
-from quire.server.sessions.files import StateFileResponse, TemporaryFile, remove_leftovers
+from quire.server.sessions.files import PREFIX, StateFileResponse, TemporaryFile
 from quire.server.sessions.held import StoredBytes
 from state_files import MISSING, NOT_A_NUMBER, changed, fields, metadata_of, of_metadata
 
@@ -204,11 +205,11 @@ def test_files_of_servers_that_were_killed_are_removed(folder: Path) -> None:
         held = TemporaryFile(StoredBytes(ServerSettings()), "")
         for place in (killed, other, held.path.parent):
             os.utime(place, (1, 1))
-        remove_leftovers()
+        remove_leftovers(PREFIX)
         assert sorted(folder.iterdir()) == sorted([new, other, held.path.parent])
         await held.aclose()
         os.utime(new, (1, 1))
-        remove_leftovers()
+        remove_leftovers(PREFIX)
         assert [*folder.iterdir()] == [other]
 
     asyncio.run(main())

@@ -7,17 +7,14 @@ one order: what is sent first is done first.
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import struct
 import subprocess
 import sys
-import tempfile
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +23,7 @@ from torch import Tensor
 
 from quire.base.errors import RanksBroken
 from quire.base.interrupts import Lock
+from quire.base.temporary_folders import TemporaryFolder, remove_leftovers
 from quire.base.types import SeqId
 from quire.contracts.adapters import Adapter
 from quire.contracts.ranks import Grid, HandOver
@@ -33,6 +31,8 @@ from quire.runner import torch_group
 from quire.runner.rank_messages import FAILED, SEEN, LoadAdapter, Put, Seen, Take, UnloadAdapter, receive, send
 from quire.runner.torch_group import ENDED
 
+PREFIX = "quire-ranks-"
+"""How the names of folders begin in which ranks meet."""
 ANSWER_SECONDS = 20.0
 """Seconds that one side waits for the other to confirm that a step failed there too."""
 LOOK_SECONDS = 0.5
@@ -55,12 +55,13 @@ class Ranks:
         """Whether a forward runs, behind which the others answer. It finds itself if one hangs."""
         # They keep signals back: what is begun is sent, and each answer is read.
         self._sending, self._asking = Lock(), Lock()
-        self._meeting = Path(tempfile.mkdtemp(prefix="quire-ranks-"))
-        self.meeting = self._meeting / "store"
+        remove_leftovers(PREFIX)
+        folder = TemporaryFolder(PREFIX)
+        self.meeting = folder.path / "store"
         """Where the ranks' groups meet, with a suffix for each."""
         self._pipes: list[Connection] = []
         self._processes: list[subprocess.Popen[bytes]] = []
-        self.close = weakref.finalize(self, _end, self._processes, self._pipes, self._meeting, os.getpid())
+        self.close = weakref.finalize(self, _end, self._processes, self._pipes, folder, os.getpid())
         for _ in range(1, self.size):
             ours, theirs = socket.socketpair()
             # What is sent to a process that hangs fails in time.
@@ -207,7 +208,9 @@ class Ranks:
             raise self.fail(error) from error
 
 
-def _end(processes: Sequence[subprocess.Popen[bytes]], pipes: Sequence[Connection], folder: Path, owner: int) -> None:
+def _end(
+    processes: Sequence[subprocess.Popen[bytes]], pipes: Sequence[Connection], folder: TemporaryFolder, owner: int
+) -> None:
     """End processes whose owner is this process: they end when their pipe does."""
     for pipe in pipes:
         with suppress(OSError):
@@ -220,4 +223,4 @@ def _end(processes: Sequence[subprocess.Popen[bytes]], pipes: Sequence[Connectio
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-    shutil.rmtree(folder, ignore_errors=True)
+    folder.remove()
