@@ -166,6 +166,7 @@ def test_sessions_of_two_replicas_in_one_batch(run: Run) -> None:
     replicas = FakeReplicas("a", "b")
     replicas.sessions = {"a": {IDS[0]}, "b": {IDS[1], IDS[2]}}
     replicas.pinned = {IDS[2]}
+    replicas.parents, replicas.facts = {IDS[1]: IDS[3]}, {IDS[1]: {"created": 5}}
 
     async def story(front: Front, client: httpx.AsyncClient) -> None:
         assert (await client.post("/v1/sessions/generate", json={"ids": IDS[:2]})).status_code == 200
@@ -173,7 +174,7 @@ def test_sessions_of_two_replicas_in_one_batch(run: Run) -> None:
         assert replicas.calls[-1][0] == "a"
         assert front.counts.moved == 1
         upload = next(call for _, call in replicas.calls if call.path.startswith("/v1/sessions/state"))
-        assert upload.path == f"/v1/sessions/state?id={IDS[1]}&ttl=60.0&name=a&label=b%3Dc"
+        assert upload.path == f"/v1/sessions/state?id={IDS[1]}&ttl=60.0&name=a&parent={IDS[3]}&created=5&label=b%3Dc"
         answer = await client.post("/v1/sessions/generate", json={"ids": IDS[:3]})
         assert answer.status_code == 409
         assert "pinned" in answer.json()["error"]["message"]

@@ -195,6 +195,28 @@ def test_a_reader_that_goes_away(folder: Path) -> None:
     asyncio.run(main())
 
 
+def test_a_session_that_goes_on_elsewhere_keeps_its_id_parent_and_age(client: httpx.Client) -> None:
+    root = made(client, prompt=PROMPT)
+    (child,) = post(client, root, "fork", n=1)["ids"]
+    told = info(client, child)
+    state = download(client, child)
+    assert client.delete(f"/v1/sessions/{child}").status_code == 200
+    given = {"id": child, "parent": root, "created": told["created"] - 100}
+    assert ok(upload(client, state, **given))["id"] == child
+    again = info(client, child)
+    assert (again["parent"], again["created"]) == (root, told["created"] - 100)
+    other = f"session-{'0' * 32}"
+    for wrong, param in (
+        ({"parent": root}, "parent"),
+        ({"created": 5}, "created"),
+        ({"id": other, "parent": "x"}, "parent"),
+        ({"id": other, "created": -1}, "created"),
+        ({"id": other, "created": "nan"}, "created"),
+    ):
+        answer = upload(client, state, **wrong)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+
+
 def test_files_of_servers_that_were_killed_are_removed(folder: Path) -> None:
     killed, new, other = (folder / name for name in ("quire-state-killed", "quire-state-new", "other"))
     for place in (killed, new, other):

@@ -346,7 +346,7 @@ class Front:
             answer, state = await self._read(source, Call("GET", f"/v1/sessions/{name}/state", identity))
             _require(answer, state, name)
             fields = [("id", name), ("ttl", told["ttl"])]
-            fields += [("name", told["name"])] if told.get("name") else []
+            fields += [(field, told[field]) for field in ("name", "parent", "created") if told.get(field)]
             fields += [("label", f"{label}={value}") for label, value in told.get("labels", {}).items()]
             kind = (b"content-type", b"application/octet-stream")
             upload = Call("POST", f"/v1/sessions/state?{urlencode(fields)}", (*identity, kind), state)
