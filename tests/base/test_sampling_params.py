@@ -51,6 +51,8 @@ def test_accepts(field: str, value: Any) -> None:
     + [(f, v) for f in ("n", "top_k", "min_tokens") for v in [None]]
     + [(f, v) for f in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens") for v in [None, 0, 1, "yes"]]
     + [("stop", v) for v in ["", ["a", ""], [1], 5, b"a", [b"a"], {"a": 1}, ["x"] * (MAX_STOP_STRINGS + 1)]]
+    + [("bad_words", v) for v in ["", ["a", ""], [1], 5, {"a": 1}, ["x"] * (MAX_STOP_STRINGS + 1)]]
+    + [("allowed_token_ids", v) for v in [5, "12", [], [-1], [True], [1.0], ["1"], {1: 2}]]
     + [("stop_token_ids", v) for v in [5, "12", [-1], [True], [1.0], ["1"], {1: 2}]]
     + [
         ("logit_bias", v)

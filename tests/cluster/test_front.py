@@ -166,6 +166,7 @@ def test_sessions_of_two_replicas_in_one_batch(run: Run) -> None:
     replicas = FakeReplicas("a", "b")
     replicas.sessions = {"a": {IDS[0]}, "b": {IDS[1], IDS[2]}}
     replicas.pinned = {IDS[2]}
+    replicas.parents, replicas.facts = {IDS[1]: IDS[3]}, {IDS[1]: {"created": 5}}
 
     async def story(front: Front, client: httpx.AsyncClient) -> None:
         assert (await client.post("/v1/sessions/generate", json={"ids": IDS[:2]})).status_code == 200
@@ -173,7 +174,7 @@ def test_sessions_of_two_replicas_in_one_batch(run: Run) -> None:
         assert replicas.calls[-1][0] == "a"
         assert front.counts.moved == 1
         upload = next(call for _, call in replicas.calls if call.path.startswith("/v1/sessions/state"))
-        assert upload.path == f"/v1/sessions/state?id={IDS[1]}&ttl=60.0&name=a&label=b%3Dc"
+        assert upload.path == f"/v1/sessions/state?id={IDS[1]}&ttl=60.0&name=a&parent={IDS[3]}&created=5&label=b%3Dc"
         answer = await client.post("/v1/sessions/generate", json={"ids": IDS[:3]})
         assert answer.status_code == 409
         assert "pinned" in answer.json()["error"]["message"]
@@ -281,11 +282,18 @@ def test_adapters_are_loaded_by_all(run: Run) -> None:
 
 
 def test_what_the_front_tells(run: Run) -> None:
+    replicas = FakeReplicas("a")
+
     async def story(front: Front, client: httpx.AsyncClient) -> None:
         await client.post("/v1/completions", json={"prompt": "p"})
         told = (await client.get("/v1/cluster")).json()
         assert [one["name"] for one in told["replicas"]] == ["a"]
         assert told["requests"] == {"load": 1}
         assert (await client.get("/health")).json() == {"status": "ok", "replicas": 1}
+        for path in ("/health", "/v1/cluster", "/v1/sessions"):
+            assert (await client.head(path)).status_code == 200
+        assert [(call.method, call.path.partition("?")[0]) for _, call in replicas.calls[1:]] == [
+            ("GET", "/v1/sessions")
+        ]
 
-    run(FakeReplicas("a"), story)
+    run(replicas, story)

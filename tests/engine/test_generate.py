@@ -22,7 +22,7 @@ from tests.small_llms import (
     token_ids,
 )
 
-from quire import LLM, SamplingParams
+from quire import LLM, BeamSearchParams, SamplingParams
 from quire.base.errors import InvalidArgument, QuireError
 
 PROMPT = random_tokens(20)
@@ -163,6 +163,28 @@ def test_prompt_tokens_count_when_their_state_is_there(make_llm: MakeLLM, llama:
         found = llm.metrics()
         seen.append((found["quire:prompt_tokens_total"], found["quire:prompt_tokens_cached_total"]))
     assert sorted(set(seen)) == [(20, 0), (40, 19)]
+
+
+def test_what_sessions_compute_counts_as_prompts(make_llm: MakeLLM, llama: Checkpoint) -> None:
+    """All but the last token, which runs with what follows. A beam search counts its prompt."""
+    llm = make_llm(llama)
+
+    def count() -> float:
+        return llm.metrics()["quire:prompt_tokens_total"]
+
+    with llm.session(PROMPT) as session:
+        assert count() == 19
+        session.append(random_tokens(30, seed=1))
+        assert count() == 49
+        session.generate(greedy(3))
+        assert (count(), llm.metrics()["quire:prompt_tokens_cached_total"]) == (49 + 50, 49)
+        session.append(random_tokens(10, seed=2))
+        assert count() == 99 + 10
+    before = count()
+    llm.beam_search([random_tokens(12, seed=3)], BeamSearchParams(beam_width=2, max_tokens=4))
+    assert count() == before + 12
+    llm.prefetch(random_tokens(25, seed=4))
+    assert count() == before + 12 + 24
 
 
 def test_no_leak_over_many_requests(make_llm: MakeLLM, llama: Checkpoint) -> None:

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,7 @@ from quire.base.config import AttentionConfig, ExecutorConfig, MemoryConfig
 from quire.base.errors import InvalidArgument, QuireError, RanksBroken, ResourceExhausted, Unsupported
 from quire.base.outputs import Blend
 from quire.base.segments import BlendParams, Segment
+from quire.base.temporary_folders import TemporaryFolder
 from quire.base.types import Chunk, Step
 from quire.branches.move_costs import MoveCosts
 from quire.build import EXECUTOR_FACTORY, RankPart
@@ -599,10 +601,19 @@ def test_a_rank_that_is_killed_ends_requests_with_an_error(is_noticed: bool) -> 
             runner_of(llm).execute(Step(chunks=(Chunk(0, [1]),)))
 
 
-def test_ranks_end_with_their_engine() -> None:
+def test_ranks_end_with_their_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder in which the ranks of a killed process met goes at the next start."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    killed, living = tmp_path / "quire-ranks-killed", TemporaryFolder("quire-ranks-")
+    killed.mkdir()
+    (killed / "store").write_bytes(b"x")
+    for one in (killed, living.path):
+        os.utime(one, (1, 1))
     llm = made(2)
     (process,) = processes(llm)
-    folder = runner_of(llm).ranks._meeting
+    folder = runner_of(llm).ranks.meeting.parent
+    assert sorted(tmp_path.glob("quire-ranks-*")) == sorted([living.path, folder])
+    living.remove()
     llm.close()
     assert is_gone(process)
     assert not folder.exists()

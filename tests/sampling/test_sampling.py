@@ -301,6 +301,8 @@ MIX: list[dict[str, Any]] = [
     {"presence_penalty": 1.0, "frequency_penalty": 0.5, "logit_bias": {7: 3.0}},
     {"repetition_penalty": 1.5, "top_k": 1, "logprobs": 3},
     {"logprobs": 0, "min_p": 0.3},
+    {"allowed_token_ids": [3, 9, 30, 36], "temperature": 0, "logprobs": 1},
+    {"allowed_token_ids": range(3, 31), "top_p": 0.8},
 ]
 
 

@@ -17,8 +17,9 @@ from quire.server.http.errors import ApiError
 from quire.server.openai.conversations import request_variables, thinking_variables
 from quire.server.openai.protocol import ChatRequest
 
-from .conftest import OPTIONS, Served, serving
+from .conftest import OPTIONS, Served, serving, wait_for
 from .test_chat import MESSAGES, ask
+from .test_completions import events
 
 
 @pytest.mark.parametrize(
@@ -237,7 +238,7 @@ def test_other_chats_refuse_them_too(chat_client: httpx.Client, path: str, body:
     refused: list[dict[str, Any]] = [
         *({"mirostat": 2}, {"repeat_penalty": 1.1}, {"dry_multiplier": 0.8}, {"n_predict": 5}, {"num_predict": 5}),
         *({"regex": "a"}, {"guided_regex": "a"}, {"grammar": 'root ::= "a"'}, {"json_schema": {}}, {"ebnf": "a"}),
-        *({"bad_words": ["a"]}, {"allowed_token_ids": [1]}, {"truncate_prompt_tokens": 3}, {"return_token_ids": True}),
+        *({"truncate_prompt_tokens": 3}, {"return_token_ids": True}, {"return_tokens_as_token_ids": True}),
         *({"best_of": 2}, {"n": 2}, {"echo": True}, {"suffix": "a"}, {"prompt": "a"}, {"enable_thinking": False}),
         *({"continue_final_message": True}, {"add_generation_prompt": False}, {"add_special_tokens": True}),
         {"repeat_last_n": 64, "repetition_penalty": 1.1},
@@ -249,6 +250,84 @@ def test_other_chats_refuse_them_too(chat_client: httpx.Client, path: str, body:
     harmless: dict[str, Any] = {"mirostat": 0, "dry_multiplier": 0.0, "best_of": 1, "n": 1, "repeat_last_n": 64}
     harmless |= {"grammar": "", "guided_json_object": False, "n_predict": -1, "echo": False, "regex": None}
     assert chat_client.post(path, json={**body, **harmless}).status_code == 200
+
+
+def test_ids_of_tokens(chat_client: httpx.Client, chat_served: Served) -> None:
+    """vLLM's ``return_token_ids``: of the prompt once, of the text as it comes."""
+    tokenizer = chat_served.llm.tokenizer
+    assert tokenizer is not None
+    given: dict[str, Any] = {"max_tokens": 12, "temperature": 1.8, "seed": 3, "n": 2, "return_token_ids": True}
+    prompts = ["x = 1", "def f():"]
+    answer = chat_client.post("/v1/completions", json={"prompt": prompts, **given}).json()
+    found = [choice["token_ids"] for choice in answer["choices"]]
+    for number, choice in enumerate(answer["choices"]):
+        assert choice["prompt_token_ids"] == tokenizer.encode(prompts[number // 2])
+        assert tokenizer.decode(choice["token_ids"], skip_special_tokens=True) == choice["text"]
+    assert sum(map(len, found)) == answer["usage"]["completion_tokens"]
+    streamed: list[list[int]] = [[], [], [], []]
+    of_prompts: list[int] = []
+    for chunk in events(chat_client, "/v1/completions", prompt=prompts, **given):
+        (choice,) = chunk["choices"]
+        streamed[choice["index"]] += choice["token_ids"]
+        of_prompts += [choice["index"]] * ("prompt_token_ids" in choice)
+    assert (streamed, sorted(of_prompts)) == (found, [0, 1, 2, 3])
+
+    chat = ask(chat_client, **given)
+    found = [choice["token_ids"] for choice in chat["choices"]]
+    assert sum(map(len, found)) == chat["usage"]["completion_tokens"]
+    assert len(chat["prompt_token_ids"]) == chat["usage"]["prompt_tokens"]
+    # A stop string holds text back, and no ids.
+    first, *rest = events(chat_client, "/v1/chat/completions", messages=MESSAGES, stop="never said", **given)
+    assert first["prompt_token_ids"] == chat["prompt_token_ids"]
+    streamed = [[], []]
+    for chunk in rest:
+        assert "prompt_token_ids" not in chunk
+        streamed[chunk["choices"][0]["index"]] += chunk["choices"][0].get("token_ids", [])
+    assert streamed == found
+    assert "token_ids" not in ask(chat_client, max_tokens=1)["choices"][0]
+
+
+def test_tokens_are_named_by_their_ids(chat_client: httpx.Client) -> None:
+    """vLLM's ``return_tokens_as_token_ids``."""
+    given: dict[str, Any] = {"max_tokens": 4, "seed": 3, "return_token_ids": True, "return_tokens_as_token_ids": True}
+    body = {"prompt": "x = 1", "logprobs": 2, **given}
+    (choice,) = chat_client.post("/v1/completions", json=body).json()["choices"]
+    names = [f"token_id:{token}" for token in choice["token_ids"]]
+    assert choice["logprobs"]["tokens"] == names
+    assert all(name in top for name, top in zip(names, choice["logprobs"]["top_logprobs"], strict=True))
+    assert choice["logprobs"]["text_offset"][1] > 0
+    (choice,) = ask(chat_client, logprobs=True, top_logprobs=1, **given)["choices"]
+    content = choice["logprobs"]["content"]
+    assert [entry["token"] for entry in content] == [f"token_id:{token}" for token in choice["token_ids"]]
+    assert all(entry["top_logprobs"][0]["token"].startswith("token_id:") and entry["bytes"] for entry in content)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "x = 1"}),
+        ("/v1/chat/completions", {"messages": MESSAGES}),
+        ("/completion", {"prompt": "x = 1"}),
+    ],
+)
+def test_tokens_and_words_that_are_excluded(chat_client: httpx.Client, path: str, body: dict[str, Any]) -> None:
+    """vLLM's ``allowed_token_ids`` and ``bad_words``."""
+
+    def text_of(**more: Any) -> str:
+        answer = chat_client.post(path, json={**body, "max_tokens": 8, "seed": 1, **more})
+        assert answer.status_code == 200, answer.text
+        found = answer.json()
+        choice = found.get("choices", [{}])[0]
+        return str(found.get("content", choice.get("text", choice.get("message", {}).get("content"))))
+
+    digits = chat_client.post("/tokenize", json={"prompt": "1", "add_special_tokens": False}).json()["tokens"]
+    assert text_of(allowed_token_ids=digits) == "1" * 8
+    only = {str(digits[0]): 100.0, str(digits[0] + 1): 50.0}
+    if path != "/completion":
+        assert "1" not in text_of(logit_bias=only, bad_words=["1"])
+    for field, wrong in (("allowed_token_ids", []), ("allowed_token_ids", [10**6]), ("bad_words", [""])):
+        answer = chat_client.post(path, json={**body, field: wrong})
+        assert (answer.status_code, answer.json()["error"]["param"].split(".")[0]) == (400, field), answer.text
 
 
 def test_completions_and_chats_refuse_each_others_fields(chat_client: httpx.Client) -> None:
@@ -362,24 +441,38 @@ def test_documents_reach_a_template_that_reads_them() -> None:
 
 def test_allow_names_all_methods(chat_client: httpx.Client) -> None:
     for path, allowed in (
-        ("/v1/sessions", "GET, POST"),
-        ("/v1/sessions/x", "DELETE, GET"),
+        ("/v1/sessions", "GET, HEAD, POST"),
+        ("/v1/sessions/x", "DELETE, GET, HEAD"),
         ("/metrics", "GET, HEAD"),
         ("/v1/chat/completions", "POST"),
         # Not what an id in their place could be asked by.
         ("/v1/sessions/generate", "POST"),
         ("/v1/sessions/state", "POST"),
-        ("/v1/branches/diff", "DELETE, GET"),
+        ("/v1/branches/diff", "DELETE, GET, HEAD"),
     ):
         answer = chat_client.put(path)
         assert (answer.status_code, answer.headers["allow"]) == (405, allowed)
 
 
-def test_head(chat_client: httpx.Client) -> None:
-    for path in ("/metrics", "/health"):
-        answer = chat_client.head(path)
-        assert (answer.status_code, answer.content) == (200, b"")
-    assert "head" not in chat_client.get("/openapi.json").json()["paths"]["/metrics"]
+def test_what_answers_get_answers_head(chat_served: Served) -> None:
+    """Load balancers, ollama's clients and proxies ask so."""
+    client = chat_served.client
+    paths = client.get("/openapi.json").json()["paths"]
+    assert not any("head" in every for every in paths.values())
+    read = ["/", *(path for path, every in paths.items() if "get" in every and "{" not in path)]
+    assert {"/health", "/metrics", "/v1/models", "/api/tags", "/v1/sessions"} <= set(read)
+    for path in [*read, "/v1/models/none", "/v1/sessions/none"]:
+        answer = client.head(path)
+        assert answer.content == b""
+        # The stream of events of a page has no end.
+        if path != "/v1/state/events":
+            got = client.get(path)
+            assert (answer.status_code, answer.headers["content-type"]) == (
+                got.status_code,
+                got.headers["content-type"],
+            )
+    wait_for(lambda: chat_served.context.gate.under_way == 0)
+    assert client.head("/v1/chat/completions").status_code == 405
 
 
 def test_what_only_values_can_tell_is_declared(chat_client: httpx.Client) -> None:

@@ -20,9 +20,10 @@ from tests.small_llms import make_checkpoint
 
 from quire import LLM, AsyncLLM, SamplingParams
 from quire.base.errors import DataLoss
+from quire.base.temporary_folders import remove_leftovers
 from quire.server.http.errors import hiding
 from quire.server.http.settings import ServerSettings
-from quire.server.sessions.files import StateFileResponse, TemporaryFile, remove_leftovers
+from quire.server.sessions.files import PREFIX, StateFileResponse, TemporaryFile
 from quire.server.sessions.held import StoredBytes
 from quire.statefile.container import plan_of, read_state, to_bytes
 from state_files import MISSING, NOT_A_NUMBER, changed, fields, metadata_of, of_metadata
@@ -217,6 +218,28 @@ def test_a_reader_that_goes_away(folder: Path) -> None:
     asyncio.run(main())
 
 
+def test_a_session_that_goes_on_elsewhere_keeps_its_id_parent_and_age(client: httpx.Client) -> None:
+    root = made(client, prompt=PROMPT)
+    (child,) = post(client, root, "fork", n=1)["ids"]
+    told = info(client, child)
+    state = download(client, child)
+    assert client.delete(f"/v1/sessions/{child}").status_code == 200
+    given = {"id": child, "parent": root, "created": told["created"] - 100}
+    assert ok(upload(client, state, **given))["id"] == child
+    again = info(client, child)
+    assert (again["parent"], again["created"]) == (root, told["created"] - 100)
+    other = f"session-{'0' * 32}"
+    for wrong, param in (
+        ({"parent": root}, "parent"),
+        ({"created": 5}, "created"),
+        ({"id": other, "parent": "x"}, "parent"),
+        ({"id": other, "created": -1}, "created"),
+        ({"id": other, "created": "nan"}, "created"),
+    ):
+        answer = upload(client, state, **wrong)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+
+
 def test_files_of_servers_that_were_killed_are_removed(folder: Path) -> None:
     killed, new, other = (folder / name for name in ("quire-state-killed", "quire-state-new", "other"))
     for place in (killed, new, other):
@@ -227,11 +250,11 @@ def test_files_of_servers_that_were_killed_are_removed(folder: Path) -> None:
         held = TemporaryFile(StoredBytes(ServerSettings()), "")
         for place in (killed, other, held.path.parent):
             os.utime(place, (1, 1))
-        remove_leftovers()
+        remove_leftovers(PREFIX)
         assert sorted(folder.iterdir()) == sorted([new, other, held.path.parent])
         await held.aclose()
         os.utime(new, (1, 1))
-        remove_leftovers()
+        remove_leftovers(PREFIX)
         assert [*folder.iterdir()] == [other]
 
     asyncio.run(main())

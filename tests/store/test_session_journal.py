@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,18 @@ from msgspec.structs import replace
 
 from quire.base.errors import InvalidArgument, NotDurable
 from quire.base.forks import Forked
-from quire.store.journal import FILE, Change, End, Lifetime, Moment, SessionJournal, SessionRecord, Use
+from quire.store.journal import (
+    FILE,
+    RESERVE,
+    RESERVED,
+    Change,
+    End,
+    Lifetime,
+    Moment,
+    SessionJournal,
+    SessionRecord,
+    Use,
+)
 from quire.store.journal_writer import JournalWriter
 
 MODEL = {"architecture": "Llama", "weights": "1"}
@@ -445,6 +457,50 @@ def test_a_full_disk(journal: SessionJournal) -> None:
     journal._db.execute(f"PRAGMA max_page_count = {pages + 100}")
     writer.write(record(1, [1] * 9000)).result()
     writer.close()
+
+
+class FullDisk:
+    """A connection on whose disk nothing fits beside the reserve."""
+
+    def __init__(self, db: sqlite3.Connection, reserve: Path) -> None:
+        self.db, self.reserve = db, reserve
+
+    def execute(self, statement: str, *values: Any) -> Any:
+        if statement == "COMMIT" and self.reserve.exists():
+            error = sqlite3.OperationalError("database or disk is full")
+            error.sqlite_errorcode = sqlite3.SQLITE_FULL
+            raise error
+        return self.db.execute(statement, *values)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.db, name)
+
+
+def test_a_full_disk_does_not_keep_sessions_from_being_deleted(
+    journal: SessionJournal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = journal.new_state(named(2))
+    state.write_bytes(b"state")
+    journal.write([record(1), record(2, state=state.name), record(3)])
+    reserve, database = journal.directory / RESERVE, journal._db
+    assert reserve.stat().st_size == RESERVED
+    monkeypatch.setattr(journal, "_db", FullDisk(database, reserve))
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(total=1 << 30, used=1 << 30, free=4096))
+    for changes in ([record(4)], [End(named(1)), record(4)], [Use(named(1), Lifetime(1.0, NOW))]):
+        with pytest.raises(NotDurable, match="disk is full; free space on its disk"):
+            journal.write(changes)
+        assert reserve.exists(), "it is for deletions"
+    journal.write([End(named(2))])
+    assert not state.exists()
+    assert sorted(contents(journal)) == [named(1), named(3)]
+    assert not reserve.exists()
+    monkeypatch.undo()
+    journal.write([record(4)])
+    assert reserve.stat().st_size == RESERVED, "there is room again"
+    journal.close()
+    again = SessionJournal(journal.directory)
+    assert sorted(contents(again)) == [named(1), named(3), named(4)]
+    again.close()
 
 
 def test_a_forked_process_does_not_wait_for_ever(journal: SessionJournal) -> None:

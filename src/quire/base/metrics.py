@@ -232,7 +232,11 @@ class EngineMetrics(MetricGroup):
         self.kv_cache_usage = made(
             Gauge, "kv_cache_usage_perc", "Share of the KV state's pages that are held or pinned; 1 means all."
         )
-        self.prompt_tokens = made(Counter, "prompt_tokens_total", "Prompt tokens, computed or cached.")
+        self.prompt_tokens = made(
+            Counter,
+            "prompt_tokens_total",
+            "Prompt tokens, computed or cached, and what was computed to join or score in sessions.",
+        )
         self.prompt_tokens_cached = made(
             Counter, "prompt_tokens_cached_total", "Prompt tokens whose state was found in the prefix cache."
         )

@@ -167,6 +167,12 @@ def _token_ids(name: str, value: Any) -> tuple[int, ...]:
     return tuple(_integer(f"{name}.{number}", item, 0) for number, item in enumerate(value))
 
 
+def _some_ids(name: str, value: Any) -> tuple[int, ...]:
+    if not is_collection(value) or not value:
+        raise InvalidArgument(field=name, given=value, allowed="a list of at least one token id")
+    return tuple(dict.fromkeys(_token_ids(name, value)))
+
+
 def _bias(name: str, value: object) -> dict[int, float]:
     if not isinstance(value, Mapping):
         raise InvalidArgument(field=name, given=value, allowed="a mapping of token ids to numbers in [-100, 100]")
@@ -189,4 +195,5 @@ SEED = Kind(_seed, int, bounds={"minimum": _SEEDS[0], "maximum": _SEEDS[1]})
 SWITCH = Kind(require_bool, bool)
 STRINGS = Kind(_strings, str | list[str], list[str])
 TOKEN_IDS = Kind(_token_ids, list[int])
+SOME_IDS = Kind(_some_ids, list[int])
 BIAS = Kind(_bias, dict[str, float])

@@ -17,6 +17,7 @@ from quire.base.sampling_fields import (
     BIAS,
     MAX_STOP_STRINGS,
     SEED,
+    SOME_IDS,
     STRINGS,
     SWITCH,
     TOKEN_IDS,
@@ -193,10 +194,11 @@ _ALL = _DRAWN | Surface.GENERATION_CONFIG
 class SamplingParams:
     """The sampling and stopping parameters of one request.
 
-    The order of operations: the mask of ``structured_outputs``, ``logit_bias``, penalties, the ban
-    of end tokens before ``min_tokens``, ``logits_processors``, ``temperature``, ``top_k``,
-    ``top_p`` (inside top-k), ``min_p``, softmax, one draw. Mask and ban hold after the processors
-    too. ``logprobs`` are of the raw distribution, before all of these.
+    The order of operations: the masks of ``structured_outputs``, ``allowed_token_ids`` and
+    ``bad_words``, ``logit_bias``, penalties, the ban of end tokens before ``min_tokens``,
+    ``logits_processors``, ``temperature``, ``top_k``, ``top_p`` (inside top-k), ``min_p``, softmax,
+    one draw. Masks and ban hold after the processors too. ``logprobs`` are of the raw distribution,
+    before all of these.
 
     Sequences become tuples and ``logit_bias`` a private dict with int keys, so later changes by the
     caller do not affect a running request. Treat the dict as read-only. Two objects with equal
@@ -267,6 +269,18 @@ class SamplingParams:
         on=Surface.HTTP | Surface.EXECUTORS,
         hash=False,
     )
+    allowed_token_ids: Collection[int] | None = declared(
+        None,
+        SOME_IDS,
+        "Draw only these tokens; an end token that is not one of them ends no text.",
+        on=Surface.HTTP | Surface.EXECUTORS,
+    )
+    bad_words: str | Collection[str] | None = declared(
+        None, STRINGS, f"Never draw the tokens of this word, or of one of these (at most {MAX_STOP_STRINGS}) in a row."
+    )
+    """Of each word these tokens are meant: of the word as it is given, without spaces before it,
+    and behind one space. The last one is excluded where the others are the last tokens of the
+    output. Other tokens that spell the word are not excluded."""
     logprobs: int | None = declared(
         None,
         integer(0),
@@ -308,9 +322,12 @@ class SamplingParams:
     @property
     def stop_strings(self) -> tuple[str, ...]:
         """``stop`` without duplicates, in the order given; empty for None."""
-        if self.stop is None:
-            return ()
-        return (self.stop,) if isinstance(self.stop, str) else tuple(dict.fromkeys(self.stop))
+        return _listed(self.stop)
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """``bad_words`` without duplicates, in the order given; empty for None."""
+        return _listed(self.bad_words)
 
     @property
     def stop_ids(self) -> frozenset[int]:
@@ -321,6 +338,15 @@ class SamplingParams:
     def token_bias(self) -> Mapping[int, float]:
         """``logit_bias`` with int keys; empty for None."""
         return cast(Mapping[int, float], self.logit_bias or {})
+
+    @property
+    def given_ids(self) -> Mapping[str, Collection[int]]:
+        """The token ids that the fields name, by field."""
+        return {
+            "logit_bias": self.token_bias,
+            "stop_token_ids": sorted(self.stop_ids),
+            "allowed_token_ids": self.allowed_token_ids or (),
+        }
 
     @property
     def grammar(self) -> StructuredOutputs | None:
@@ -409,6 +435,10 @@ class BeamSearchParams:
             one.name for one in dataclasses.fields(SamplingParams)
         }
         return SamplingParams(temperature=0, **{name: getattr(self, name) for name in stopping})
+
+
+def _listed(strings: str | Collection[str] | None) -> tuple[str, ...]:
+    return (strings,) if isinstance(strings, str) else tuple(dict.fromkeys(strings or ()))
 
 
 def _text(name: str, value: object) -> str:

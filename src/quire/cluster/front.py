@@ -110,14 +110,15 @@ class Front:
 
     async def _answer(self, reply: _Reply, call: Call) -> None:
         path, _, query = call.path.partition("?")
-        if path == "/health" and call.method in ("GET", "HEAD"):
+        reads = call.method in ("GET", "HEAD")
+        if path == "/health" and reads:
             await self._health(reply)
-        elif path == "/v1/cluster" and call.method == "GET":
+        elif path == "/v1/cluster" and reads:
             await reply.json(200, self.document())
         elif path in TO_ALL:
             await self._to_all(reply, call)
-        elif path == "/v1/sessions" and call.method == "GET":
-            await self._sessions(reply, call, query)
+        elif path == "/v1/sessions" and reads:
+            await self._sessions(reply, replace(call, method="GET"), query)
         else:
             await self._to_one(reply, call, path)
 
@@ -345,7 +346,7 @@ class Front:
             answer, state = await self._read(source, Call("GET", f"/v1/sessions/{name}/state", identity))
             _require(answer, state, name)
             fields = [("id", name), ("ttl", told["ttl"])]
-            fields += [("name", told["name"])] if told.get("name") else []
+            fields += [(field, told[field]) for field in ("name", "parent", "created") if told.get(field)]
             fields += [("label", f"{label}={value}") for label, value in told.get("labels", {}).items()]
             kind = (b"content-type", b"application/octet-stream")
             upload = Call("POST", f"/v1/sessions/state?{urlencode(fields)}", (*identity, kind), state)

@@ -222,6 +222,7 @@ class BeamSearch:
                 tokens,
                 on_logits=lambda _, rows_RV, rows=rows: rows.append(rows_RV[-1].float().clone()),  # type: ignore[misc]
                 arrival=self._arrival,
+                uncounted=True,
             )
 
     def _end(self, reason: FinishReason, error: QuireError | None = None) -> None:

@@ -192,6 +192,7 @@ class Engine:
                     "computed again; ask for them before set_kv",
                     field="prompt_logprobs",
                 )
+        exclusions = self.outputs.exclusions(params)
         with self.lock:
             self.runner.adapters.check([adapter])
             if session is not None:
@@ -212,7 +213,7 @@ class Engine:
             prompt, samples = TokenHistory(tokens, media), list[Request]()
             for index in range(params.n):
                 branch = RequestBranch(tokens=prompt.fork(), key=prefix, runs=runs, reusable=self.cache is not None)
-                output = self.outputs.make(branch.tokens, params, index)
+                output = self.outputs.make(branch.tokens, params, index, exclusions)
                 samples.append(Request(replace(asked, index=index), branch, Seat(priority=hints.priority), output))
             leader = samples[0]
             leader.asked, leader.seat.siblings = self._hinted(leader.asked, hints), samples[1:]
@@ -253,6 +254,7 @@ class Engine:
         arrival: int | None = None,
         blend: PromptBlend | None = None,
         priority: int = 0,
+        uncounted: bool = False,
     ) -> Request:
         """Queue a run without sampling, after which the session's tokens are these and ``tail``.
 
@@ -260,6 +262,7 @@ class Engine:
         runs: at least the tokens from ``fresh_from`` on. A ``QuireError`` from it ends the request.
         ``arrival`` is the place in the queue of an earlier request that this one continues.
         ``media`` is as in ``submit``, of the tail too. ``blend``: what gives rows of some tokens.
+        ``uncounted``: as in ``AskedFor``.
         """
         media = media_of(session, tokens, media)
         self.checks_of(session).length(len(tokens) + len(tail), None)
@@ -271,6 +274,7 @@ class Engine:
                     num_prompt=len(tokens),
                     tail=tuple(tail),
                     owner=owner_of(session.key),
+                    uncounted=uncounted,
                 ),
                 RequestBranch(tokens=TokenHistory(tokens, media), reusable=True, blend=blend),
                 Seat(priority=priority),

@@ -114,6 +114,9 @@ class AskedFor:
     """The rows of the windows by which its tokens are verified (``engine.exact``); 0: none are."""
     guesses: bool = False
     """Whether it guesses tokens of an exact request, and is no request of a user."""
+    uncounted: bool = False
+    """Whether the tokens of a run without sampling count as no prompt's: others have counted
+    them."""
     arrival: float = field(default_factory=time.monotonic)
 
     @property

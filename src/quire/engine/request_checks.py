@@ -110,7 +110,9 @@ class RequestChecks:
             raise InvalidArgument(f"n is {params.n}; a session continues once (n=1), fork it for more", field="n")
         if params.stop_strings and self.tokenizer is None:
             raise Unsupported("stop strings need a tokenizer, and there is none; use stop_token_ids", field="stop")
-        for name, ids in (("stop_token_ids", params.stop_ids), ("logit_bias", params.token_bias)):
+        if params.words and self.tokenizer is None:
+            raise Unsupported("bad_words need a tokenizer, and there is none; use logit_bias", field="bad_words")
+        for name, ids in params.given_ids.items():
             for token in ids:
                 if not 0 <= token < self.vocab_size:
                     raise InvalidArgument(field=name, given=token, allowed=f"token ids in 0..{self.vocab_size - 1}")

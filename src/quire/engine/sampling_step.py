@@ -19,11 +19,13 @@ from quire.base.token_history import TokenHistory
 from quire.engine.request import Output, Request
 from quire.grammars.grammars import Grammars, RowGrammars
 from quire.sampling.draws import Draws
+from quire.sampling.exclusions import Exclusions
 from quire.sampling.filters import DrawKernel
 from quire.sampling.request_sampler import RequestSampler
 from quire.sampling.sampled_tokens import SampledTokens, TokenLogprobs
 from quire.sampling.sampler import can_wait, sample, sample_later
 from quire.sampling.seen_tokens import SeenTokens
+from quire.text.bad_words import spelled
 from quire.text.detokenizer import IncrementalDetokenizer
 from quire.text.tokenizer import Tokenizer
 
@@ -150,8 +152,8 @@ class SamplingStep:
             self._take(request, token, drawn.logprobs[row], now)
 
     def may_run_ahead(self, request: Request) -> bool:
-        """Return whether its next token can be drawn before the last one is known. Grammars and
-        users' processors read the tokens before; so do penalties without ``seen``."""
+        """Return whether its next token can be drawn before the last one is known. Grammars,
+        users' processors and bad words read the tokens before; so do penalties without ``seen``."""
         sampler = request.output.sampler
         if sampler is None or request.output.matcher is not None or not can_wait(sampler):
             return False
@@ -250,7 +252,12 @@ class SampleOutputs:
     vocab_size: int
     entropy: torch.Generator
 
-    def make(self, tokens: TokenHistory, params: SamplingParams, index: int) -> Output:
+    def exclusions(self, params: SamplingParams) -> Exclusions:
+        """Return the tokens that the samples of a request may not draw."""
+        bad = () if self.tokenizer is None or not params.words else spelled(self.tokenizer, params.words)
+        return Exclusions.of(params, self.vocab_size, bad)
+
+    def make(self, tokens: TokenHistory, params: SamplingParams, index: int, exclusions: Exclusions) -> Output:
         """Return the output of the sample with this index, which follows ``tokens``."""
         detokenizer = matcher = None
         spoken = tokens.ids[tokens.ids >= 0]  # An image has no text, and no penalty counts it.
@@ -270,5 +277,12 @@ class SampleOutputs:
                 include_stop_str_in_output=params.include_stop_str_in_output,
                 min_tokens=params.min_tokens,
             )
-        sampler = RequestSampler(params, spoken, vocab_size=self.vocab_size, index=index, entropy=self.entropy)
+        sampler = RequestSampler(
+            params,
+            spoken,
+            vocab_size=self.vocab_size,
+            index=index,
+            entropy=self.entropy,
+            exclusions=exclusions,
+        )
         return Output(sampler=sampler, detokenizer=detokenizer, matcher=matcher)

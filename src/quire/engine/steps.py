@@ -313,6 +313,8 @@ class EngineSteps:
             if asked.params is None:
                 if asked.capture is not None and asked.capture.store():
                     wanted.num_kept = asked.capture.key.count
+                if not asked.uncounted:
+                    self.metrics.prompt_tokens.inc(asked.num_prompt - request.seat.reuse.cached)
                 self.requests.finish(request, "stop")
                 changed.append(request)
                 continue

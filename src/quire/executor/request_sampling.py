@@ -32,6 +32,7 @@ REASONS: Mapping[str, str] = {
     "prompt_logprobs": "sample_tokens returns ids only; prefill has no logits to give, and LLM.generate does",
     "structured_outputs": "a grammar is over text, and an executor has no tokenizer; give a RequestSampling that masks logits, "
     "or use LLM.generate",
+    "bad_words": "words are text, and an executor has no tokenizer; give a RequestSampling that masks logits",
     "exact": "a call runs what it is given together; LLM.generate verifies tokens alone",
     "logits_processors": "give a RequestSampling, whose probabilities are its own",
     "skip_special_tokens": _NO_TEXT,

@@ -7,17 +7,14 @@ one order: what is sent first is done first.
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import struct
 import subprocess
 import sys
-import tempfile
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +24,7 @@ from torch import Tensor
 
 from quire.base.errors import RanksBroken
 from quire.base.interrupts import Lock
+from quire.base.temporary_folders import TemporaryFolder, remove_leftovers
 from quire.base.types import SeqId
 from quire.contracts.adapters import Adapter
 from quire.contracts.ranks import Grid, HandOver
@@ -34,6 +32,8 @@ from quire.runner import torch_group
 from quire.runner.rank_messages import FAILED, SEEN, LoadAdapter, Put, Seen, Take, UnloadAdapter, receive, send
 from quire.runner.torch_group import ENDED
 
+PREFIX = "quire-ranks-"
+"""How the names of folders begin in which ranks meet."""
 ANSWER_SECONDS = 20.0
 """Seconds that one side waits for the other to confirm that a step failed there too."""
 LOOK_SECONDS = 0.5
@@ -56,16 +56,15 @@ class Ranks:
         """Whether a forward runs, behind which the others answer. It finds itself if one hangs."""
         # They keep signals back: what is begun is sent, and each answer is read.
         self._sending, self._asking = Lock(), Lock()
-        self._meeting = Path(tempfile.mkdtemp(prefix="quire-ranks-"))
-        self.meeting = self._meeting / "store"
+        remove_leftovers(PREFIX)
+        folder = TemporaryFolder(PREFIX)
+        self.meeting = folder.path / "store"
         """Where the ranks' groups meet, with a suffix for each."""
         self._pipes: list[Connection] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self._threads: list[int] = []
         """The number of threads of this process before and after ``share_threads``."""
-        self.close = weakref.finalize(
-            self, _end, self._processes, self._pipes, self._meeting, os.getpid(), self._threads
-        )
+        self.close = weakref.finalize(self, _end, self._processes, self._pipes, folder, os.getpid(), self._threads)
         for _ in range(1, self.size):
             ours, theirs = socket.socketpair()
             # What is sent to a process that hangs fails in time.
@@ -223,7 +222,7 @@ class Ranks:
 def _end(
     processes: Sequence[subprocess.Popen[bytes]],
     pipes: Sequence[Connection],
-    folder: Path,
+    folder: TemporaryFolder,
     owner: int,
     threads: Sequence[int],
 ) -> None:
@@ -240,6 +239,6 @@ def _end(
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-    shutil.rmtree(folder, ignore_errors=True)
+    folder.remove()
     if threads and torch.get_num_threads() == threads[1]:
         torch.set_num_threads(threads[0])

@@ -1,7 +1,7 @@
 """Edits of logits between the model and the draw.
 
-Their order: masks of grammars, bias, penalties, bans, users' processors. Letters: V vocabulary; W
-rows of one chunk of work, G some of these; N token ids of all rows together.
+Their order: masks of grammars, exclusions, bias, penalties, bans, users' processors. Letters: V
+vocabulary; W rows of one chunk of work, G some of these; N token ids of all rows together.
 """
 
 from __future__ import annotations
@@ -68,13 +68,7 @@ class Bans:
 
     def mask(self, z_WV: Tensor, rows: Sequence[int]) -> None:
         """Apply the grammars, in place."""
-        masked = [i for i, row in enumerate(rows) if row in self.allowed]
-        if len(masked) == len(rows):
-            mask_out(z_WV, np.stack([self.allowed[row] for row in rows]))
-        elif masked:
-            z_GV = take_rows(z_WV, masked)
-            mask_out(z_GV, np.stack([self.allowed[rows[i]] for i in masked]))
-            z_WV[masked] = z_GV
+        _mask(z_WV, {i: self.allowed[row] for i, row in enumerate(rows) if row in self.allowed})
 
     def ban(self, z_WV: Tensor, rows: Sequence[int]) -> None:
         """Ban single tokens, in place."""
@@ -99,6 +93,7 @@ def edited(
     z_WV = take_rows(logits_RV, rows)
     members = [samplers[row] for row in rows]
     bans.mask(z_WV, rows)
+    _exclude(z_WV, members)
     _add_bias(z_WV, members)
     (penalise or _penalise)(z_WV, members)
     bans.ban(z_WV, rows)
@@ -140,10 +135,31 @@ def _process(
         except QuireError as error:
             reasons[rows[i]] = error
             z_WV[i] = -torch.inf
-    # Tokens that a grammar excludes stay excluded, whatever a processor did.
+    # Tokens that are excluded stay excluded, whatever a processor did.
     bans.mask(z_WV, rows)
+    _exclude(z_WV, samplers)
     bans.ban(z_WV, rows)
     return reasons
+
+
+def _mask(z_WV: Tensor, allowed: Mapping[int, Words]) -> None:
+    """Apply masks to some rows, in place."""
+    masked = list(allowed)
+    if len(masked) == len(z_WV):
+        mask_out(z_WV, np.stack(list(allowed.values())))
+    elif masked:
+        z_GV = take_rows(z_WV, masked)
+        mask_out(z_GV, np.stack(list(allowed.values())))
+        z_WV[masked] = z_GV
+
+
+def _exclude(z_WV: Tensor, samplers: Sequence[RequestSampler]) -> None:
+    """Exclude what ``allowed_token_ids`` and ``bad_words`` do, in place."""
+    masks = ((i, sampler.exclusions.allowed_B) for i, sampler in enumerate(samplers))
+    _mask(z_WV, {i: allowed_B for i, allowed_B in masks if allowed_B is not None})
+    last = [sampler.exclusions.after(sampler.output) for sampler in samplers]
+    if any(last):
+        z_WV[_places(last, z_WV.device)] = -torch.inf
 
 
 def _places(ids: Sequence[Sequence[int] | Ids], device: torch.device) -> tuple[Tensor, Tensor]:

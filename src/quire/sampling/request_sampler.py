@@ -19,6 +19,7 @@ from torch import Tensor
 from quire.base.errors import FailedPrecondition, InvalidArgument, QuireError
 from quire.base.interrupts import exposed
 from quire.base.sampling_params import SamplingParams
+from quire.sampling.exclusions import NO_EXCLUSIONS, Exclusions
 from quire.sampling.filters import Ids
 
 Values = npt.NDArray[np.float32]
@@ -88,24 +89,27 @@ class RequestSampler:
         vocab_size: int,
         index: int = 0,
         entropy: torch.Generator | None = None,
+        exclusions: Exclusions | None = None,
     ) -> None:
         """Prepare sample ``index`` of the request's n samples; ``entropy``: see ``make_generator``.
-        ``InvalidArgument`` if the prompt, ``logit_bias`` or ``stop_token_ids`` name a token outside
-        the vocabulary, or ``logprobs`` exceeds its size."""
+        ``exclusions`` None: those of the parameters without ``bad_words``, which are texts.
+        ``InvalidArgument`` if the prompt or the parameters name a token outside the vocabulary, or
+        ``logprobs`` exceeds its size."""
         given = np.asarray(prompt_ids)
         if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
             raise InvalidArgument(f"prompt must be one list of token ids, got {given.dtype} {list(given.shape)}")
         prompt = given.astype(np.int64)
         # As objects, since 64 bits may be too few.
-        bias_ids, stop_ids = (np.array([*ids], dtype=object) for ids in (params.token_bias, sorted(params.stop_ids)))
-        for name, ids in (("prompt", prompt), ("logit_bias", bias_ids), ("stop_token_ids", stop_ids)):
+        given_ids = {name: np.array([*ids], dtype=object) for name, ids in params.given_ids.items()}
+        for name, ids in {"prompt": prompt, **given_ids}.items():
             check_ids(name, ids, vocab_size)
-        self.bias_ids_N: Ids = bias_ids.astype(np.int64)
+        self.bias_ids_N: Ids = given_ids["logit_bias"].astype(np.int64)
         self.bias_N: Values = np.fromiter(params.token_bias.values(), dtype=np.float32)
         if params.logprobs is not None and params.logprobs > vocab_size:
             raise InvalidArgument(f"logprobs must be at most the vocabulary size {vocab_size}, got {params.logprobs}")
         self.params = params
         self.vocab_size = vocab_size
+        self.exclusions = Exclusions.of(params, vocab_size) if exclusions is None else exclusions
         self.counts: TokenCounts | None = None
         self.restart(prompt)
         self._generator = None if params.is_greedy else make_generator(params.seed, index, entropy)
@@ -114,7 +118,7 @@ class RequestSampler:
     def restart(self, prompt: Ids) -> None:
         """Replace all seen tokens by those of a prompt; the generator goes on."""
         self.output: list[int] = []
-        """Tokens drawn so far; kept only for penalties and processors."""
+        """Tokens drawn so far; kept only if ``reads_output`` or penalties count them."""
         if self.params.needs_history:
             # Presence and frequency penalties count only the output; only repetition counts the
             # prompt.
@@ -139,8 +143,14 @@ class RequestSampler:
     def takes_maximum(self) -> bool:
         """Return True if the row's token is the first maximum of the logits, unless a grammar or a
         ban forbids it."""
-        edits = self.counts is not None or len(self.bias_ids_N) > 0 or self.params.logits_processors
-        return self.params.is_greedy and not edits
+        if self.counts is not None or len(self.bias_ids_N) > 0 or self.exclusions is not NO_EXCLUSIONS:
+            return False
+        return self.params.is_greedy and not self.params.logits_processors
+
+    @property
+    def reads_output(self) -> bool:
+        """Return True if a draw needs the tokens before it on the host."""
+        return bool(self.params.logits_processors or self.exclusions.sequences)
 
     def observe(self, token_id: int) -> None:
         """Record that ``token_id`` joined the output. ``InvalidArgument`` outside the
@@ -149,7 +159,7 @@ class RequestSampler:
             raise InvalidArgument(f"token id must be in 0..{self.vocab_size - 1}, got {token_id}")
         if self.counts is not None:
             self.counts.add(token_id)
-        if self.counts is not None or self.params.logits_processors:
+        if self.counts is not None or self.reads_output:
             self.output.append(token_id)
 
     def process(self, logits_V: Tensor) -> Tensor:

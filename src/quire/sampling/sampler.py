@@ -82,8 +82,9 @@ def sample(
 
 
 def can_wait(sampler: RequestSampler) -> bool:
-    """Return True if a row can be drawn without values on the host. Users' processors need them."""
-    return not sampler.params.logits_processors
+    """Return True if a row can be drawn without values on the host. Users' processors and bad words
+    of several tokens need them."""
+    return not sampler.reads_output
 
 
 def sample_later(
@@ -103,7 +104,7 @@ def sample_later(
     """
     ids = _check_batch(logits_RV, samplers, banned, GivenMasks({}))
     if not all(map(can_wait, samplers)):
-        raise InvalidArgument("rows with logits_processors need values on the host; draw them by `sample`")
+        raise InvalidArgument("rows with logits_processors or bad_words need values on the host; draw them by `sample`")
     if unread_R is not None and seen is None and any(one.counts is not None for one in samplers):
         raise InvalidArgument("rows with penalties behind tokens that nobody has read need `seen`, which counts them")
     return Draws(logits_RV, samplers, ids, kernel, seen, unread_R)

@@ -37,6 +37,10 @@ logger = logging.getLogger("quire.store")
 
 FILE: Final = "sessions.sqlite"
 STATES: Final = "states"
+RESERVE: Final = "reserve"
+RESERVED: Final = 4 << 20
+"""Bytes of a file that only holds space. A deletion on a full disk takes it: SQLite's log grows
+first, and may grow to 4 MiB before its pages join the database."""
 VERSION: Final = 1
 _MAGIC: Final = 0x51754A00
 """SQLite's ``application_id`` of a journal, plus its version: with ``user_version`` the version is
@@ -49,6 +53,8 @@ _SCHEMA: Final = (
     # A table of its own, so that a call that changes only the time writes no tokens.
     "CREATE TABLE IF NOT EXISTS times (id TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
 )
+_NO_ROOM: Final = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR}
+"""Error codes of a full disk; its quota and its shared memory are I/O errors."""
 _OF_THE_DISK: Final = {
     sqlite3.SQLITE_FULL,
     sqlite3.SQLITE_IOERR,
@@ -233,6 +239,7 @@ class SessionJournal:
             for path in (directory / STATES).iterdir():
                 if path.name not in self._states.values():
                     path.unlink(missing_ok=True)
+            self._reserve()
         except BaseException as error:
             self.close()
             if isinstance(error, (sqlite3.Error, OSError)):
@@ -267,8 +274,8 @@ class SessionJournal:
     # -- writing -----------------------------------------------------------------------------------
 
     def write(self, changes: Sequence[Change]) -> None:
-        """Make changes durable, all or none, and remove state files without a record.
-        ``NotDurable``: the disk is full, or it failed."""
+        """Make changes durable, all or none, and remove state files without a record. Deletions by
+        themselves take the reserve on a full disk. ``NotDurable``: it is full, or it failed."""
         with self._locked_database():
             states = dict(self._states)
             for one in changes:
@@ -277,13 +284,40 @@ class SessionJournal:
                 if isinstance(one, SessionRecord) and one.state is not None:
                     states[one.id] = one.state
             named = {*self._states.values(), *(one.state for one in changes if isinstance(one, SessionRecord))}
-            with _transaction(self._db):
-                for one in changes:
-                    _execute(self._db, one)
+            try:
+                self._commit(changes)
+            except sqlite3.Error as error:
+                if _code(error) not in _NO_ROOM or not all(isinstance(one, End) for one in changes):
+                    raise
+                (self.directory / RESERVE).unlink(missing_ok=True)
+                with suppress(sqlite3.Error):
+                    # The next pages of the log then take the places of those before.
+                    self._db.execute("PRAGMA wal_checkpoint(RESTART)")
+                self._commit(changes)
             self._states = states
             for name in named.difference(states.values(), [None]):
                 with suppress(OSError):
                     (self.directory / STATES / str(name)).unlink(missing_ok=True)
+            self._reserve()
+
+    def _commit(self, changes: Sequence[Change]) -> None:
+        with _transaction(self._db):
+            for one in changes:
+                _execute(self._db, one)
+
+    def _reserve(self) -> None:
+        """Allocate the reserve, unless it is there, or the disk has little more room."""
+        path = self.directory / RESERVE
+        with suppress(OSError):
+            if path.exists() or shutil.disk_usage(self.directory).free <= 2 * RESERVED:
+                return
+            found = os.open(path, os.O_CREAT | os.O_WRONLY, 0o600)
+            try:
+                os.posix_fallocate(found, 0, RESERVED)
+            except OSError:
+                path.unlink()
+            finally:
+                os.close(found)
 
     def new_state(self, name: str) -> Path:
         """Return the path of a new state file of a session. It is kept once a record names it."""

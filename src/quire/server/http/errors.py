@@ -397,7 +397,8 @@ def install(app: FastAPI) -> None:
         headers = dict(error.headers or {})
         if error.status_code == 405:
             # The framework tells those of one route, and a path may have several.
-            headers["Allow"] = ", ".join(sorted(_methods(request, request.app.routes)))
+            found = _methods(request, request.app.routes)
+            headers["Allow"] = ", ".join(sorted(found | ({"HEAD"} if "GET" in found else set())))
         message = {
             404: f"there is no {request.url.path}; {path_hint(request.url.path)}",
             405: f"{request.url.path} does not take {request.method}; it takes {headers.get('Allow')}",

@@ -255,7 +255,9 @@ class GateMiddleware:
                 # The body is in memory until the answer is sent.
                 with closing(Arrival(self._bodies, self._bodies_per_key, owner)) as arrival:
                     admitted = await self._body(scope, receive, arrival)
-                    if admitted is not None:
+                    if admitted is not None and scope["method"] == "HEAD":
+                        await _only_head(self._app, scope, admitted, send)
+                    elif admitted is not None:
                         await self._app(scope, admitted, send)
             except asyncio.CancelledError:
                 if not self._gate.cancelling:
@@ -324,6 +326,31 @@ class GateMiddleware:
         else:
             await asyncio.to_thread(check_json, body)
         return _replayed(body, receive)
+
+
+async def _only_head(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer HEAD with the head of the answer to GET. The application hears that the client has
+    gone once a body begins, so that an endless one ends."""
+    begun = asyncio.Event()
+
+    async def sent(message: Message) -> None:
+        if begun.is_set():
+            return
+        if message["type"] == "http.response.body":
+            begun.set()
+            message = {"type": "http.response.body", "body": b"", "more_body": False}
+        await send(message)
+
+    async def received() -> Message:
+        found, ended = asyncio.ensure_future(receive()), asyncio.ensure_future(begun.wait())
+        try:
+            await asyncio.wait((found, ended), return_when=asyncio.FIRST_COMPLETED)
+            return {"type": "http.disconnect"} if ended.done() else found.result()
+        finally:
+            found.cancel()
+            ended.cancel()
+
+    await app({**scope, "method": "GET"}, received, sent)
 
 
 def _is_public(path: str) -> bool:

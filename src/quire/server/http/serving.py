@@ -29,6 +29,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from quire.async_llm import AsyncLLM
 from quire.base.errors import QuireError
+from quire.base.temporary_folders import remove_leftovers
 from quire.channels.greeting import Trust
 from quire.server.handover.decode import DecodeSide
 from quire.server.handover.prefill import PrefillSide
@@ -37,7 +38,7 @@ from quire.server.http.app import create_app
 from quire.server.http.context import Context
 from quire.server.http.listeners import bind, url_of
 from quire.server.http.settings import ServerSettings
-from quire.server.sessions.files import remove_leftovers
+from quire.server.sessions.files import PREFIX
 
 LOAD_SECONDS = 10.0
 """Seconds between two log lines about the load."""
@@ -64,7 +65,7 @@ def serve(llm: AsyncLLM, settings: ServerSettings | None = None) -> None:
     sockets: list[socket.socket] = []
     side: PrefillSide | DecodeSide | None = None
     raise_descriptor_limit()
-    remove_leftovers()
+    remove_leftovers(PREFIX)
     try:
         sockets += bind(settings.host, settings.port)
         with logs.to_stderr():

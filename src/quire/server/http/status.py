@@ -89,7 +89,6 @@ class EmbeddingRequest(BoundedModel):
     input: Any = Field(default=None, description="Text or token ids.")
 
 
-@router.head("/health", include_in_schema=False)
 @router.get("/v1/health", include_in_schema=False)
 @router.get("/health", tags=["status"])
 async def health(request: Request) -> Health:
@@ -120,7 +119,6 @@ async def version() -> Version:
     return Version(version=metadata.version("quire"))
 
 
-@router.head("/metrics", include_in_schema=False)
 @router.get("/metrics", tags=["status"], response_class=Response, responses={200: {"content": {"text/plain": {}}}})
 async def metrics(request: Request) -> Response:
     """Send all metrics in Prometheus' text format."""

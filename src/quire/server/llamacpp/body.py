@@ -30,6 +30,8 @@ UNSUPPORTED: Table = {
     "suffix": (("",), "POST /infill fills in text before a suffix"),
     "echo": ((False,), "the answer has the prompt by itself"),
     "logprobs": ((), "use n_probs"),
+    "return_token_ids": ((False,), "use return_tokens"),
+    "return_tokens_as_token_ids": ((False,), "the answer names tokens by id anyway"),
     "kv_hints": ((), "send them to POST /v1/completions"),
 }
 """Fields that these calls refuse, besides those that all completions refuse."""

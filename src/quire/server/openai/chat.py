@@ -468,7 +468,7 @@ class ChatReply(Reply):
         # All of the text may be held back so far.
         new = [one for one in new if one]
         self._said += new
-        if not new and (rest["logprobs"] is not None or rest["finish_reason"] is not None):
+        if not new and (rest["logprobs"] is not None or rest["finish_reason"] is not None or self.shows_ids):
             new = [{}]
         unfinished = {"logprobs": None, "finish_reason": None, "stop_reason": None}
         for number, one in enumerate(new):
@@ -483,8 +483,12 @@ class ChatReply(Reply):
             end["finish_reason"] = "tool_calls"
         logprobs = None
         if (count := self._params.logprobs) is not None:
-            logprobs = chat_logprobs(delta.token_ids, delta.logprobs or [], count, self.tokenizer)
-        return {"logprobs": logprobs, **end}
+            entries = delta.logprobs or []
+            logprobs = chat_logprobs(delta.token_ids, entries, count, self.tokenizer, by_id=self.names_ids)
+        return {"logprobs": logprobs, **end, **({"token_ids": delta.token_ids} if self.shows_ids else {})}
+
+    def of_prompt(self, number: int) -> dict[str, Any]:
+        return {"prompt_token_ids": self.outputs[number].prompt_token_ids} if self.shows_ids else {}
 
     def _of_prompt(self) -> dict[str, Any]:
         if (count := self._params.prompt_logprobs) is None:

@@ -279,8 +279,13 @@ class CompletionReply(Reply):
             end = {"finish_reason": "length", "stop_reason": None}
         logprobs = None
         if (count := self._params.logprobs) is not None:
-            logprobs = completion_logprobs(ids, entries, count, self._choices[index], self.tokenizer)
+            named = None if self.names_ids else self.tokenizer
+            logprobs = completion_logprobs(ids, entries, count, self._choices[index], named)
         choice = {"index": index, "text": text, "logprobs": logprobs, **end}
+        if self.shows_ids:
+            choice["token_ids"] = [] if self._silent else delta.token_ids
+            if first:
+                choice["prompt_token_ids"] = self.outputs[number].prompt_token_ids
         if first and self._prompt_logprobs is not None:
             choice["prompt_logprobs"] = prompt_logprobs(self.outputs[number].prompt_logprobs, self._prompt_logprobs)
         return choice
@@ -288,4 +293,5 @@ class CompletionReply(Reply):
     def chunk_choices(self, number: int, delta: SampleDelta) -> list[dict[str, Any]]:
         choice = self.choice(number, delta)
         # Text that could become a stop string or a character is held back.
-        return [choice] if choice["text"] or choice["logprobs"] is not None or delta.finish_reason is not None else []
+        told = choice["text"] or choice["logprobs"] is not None or self.shows_ids
+        return [choice] if told or delta.finish_reason is not None else []

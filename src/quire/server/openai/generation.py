@@ -38,9 +38,9 @@ MAX_LOGPROBS = 20
 """Most log-probabilities beside each token's own, as in OpenAI's chats and in vLLM."""
 
 MAX_STOPS = 1_000
-"""Most stop strings of a request."""
+"""Most stop strings of a request, and most bad words."""
 MAX_STOP_CHARACTERS = 10_000
-"""Most characters of all stop strings of a request."""
+"""Most characters of all stop strings of a request, and of all bad words."""
 PROGRESS = 0.3
 """Seconds between two reports of how far a prompt is."""
 MAX_DIGITS = 20
@@ -71,15 +71,16 @@ class Source(AsyncIterable[SampleDelta], Protocol):
 def check_lists(context: Context, given: Mapping[str, Any]) -> None:
     """Raise ``ApiError`` 400 for uselessly long parameters, before any other code reads them."""
     size = context.llm.engine.checks.vocab_size
-    stop = given.get("stop")
-    if isinstance(stop, str):
-        stop = [stop]
-    if isinstance(stop, list) and len(stop) > MAX_STOPS:
-        raise bad_field("stop", f"stop has {len(stop)} strings; at most {MAX_STOPS} are looked for")
-    characters = sum(len(text) for text in stop if isinstance(text, str)) if isinstance(stop, list) else 0
-    if characters > MAX_STOP_CHARACTERS:
-        raise bad_field("stop", f"stop has {characters} characters; at most {MAX_STOP_CHARACTERS} are looked for")
-    for name in ("stop_token_ids", "logit_bias"):
+    for name in ("stop", "bad_words"):
+        texts = given.get(name)
+        if isinstance(texts, str):
+            texts = [texts]
+        if isinstance(texts, list) and len(texts) > MAX_STOPS:
+            raise bad_field(name, f"{name} has {len(texts)} strings; at most {MAX_STOPS} are looked for")
+        characters = sum(len(text) for text in texts if isinstance(text, str)) if isinstance(texts, list) else 0
+        if characters > MAX_STOP_CHARACTERS:
+            raise bad_field(name, f"{name} has {characters} characters; at most {MAX_STOP_CHARACTERS} are looked for")
+    for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
         if len(given.get(name, ())) > size:
             raise bad_field(name, f"{name} has {len(given[name])} entries; the model has {size} tokens")
     for key in given.get("logit_bias", ()):

@@ -51,7 +51,8 @@ def completion_logprobs(
     token_ids: Sequence[int], entries: Sequence[Entry | None], count: int, offsets: Offsets, tokenizer: Tokenizer | None
 ) -> dict[str, Any]:
     """Return the four lists for the next tokens of ``offsets``. ``count``: most probable tokens
-    beside each one. The entry None, of a prompt's first token, is null."""
+    beside each one. The entry None, of a prompt's first token, is null. ``tokenizer`` None: tokens
+    are named by their ids."""
     tokens: list[str] = []
     chosen: list[float | None] = []
     top: list[dict[str, float] | None] = []
@@ -77,16 +78,24 @@ def completion_logprobs(
 
 
 def chat_logprobs(
-    token_ids: Sequence[int], entries: Sequence[Entry], count: int, tokenizer: Tokenizer | None
+    token_ids: Sequence[int],
+    entries: Sequence[Entry],
+    count: int,
+    tokenizer: Tokenizer | None,
+    *,
+    by_id: bool = False,
 ) -> dict[str, Any]:
-    """Return ``{"content": [...]}``. ``count``: most probable tokens beside each one."""
+    """Return ``{"content": [...]}``. ``count``: most probable tokens beside each one. ``by_id``:
+    tokens are named by their ids, as they are without a tokenizer."""
     content = []
     for token_id, entry in zip(token_ids, entries, strict=True):
         best = sorted(entry.items(), key=lambda item: item[1].rank)[:count]
         content.append(
             {
-                **_token(token_id, entry[token_id], tokenizer),
-                "top_logprobs": [_token(other, found, tokenizer) for other, found in best if found.rank <= count],
+                **_token(token_id, entry[token_id], tokenizer, by_id),
+                "top_logprobs": [
+                    _token(other, found, tokenizer, by_id) for other, found in best if found.rank <= count
+                ],
             }
         )
     return {"content": content, "refusal": None}
@@ -114,9 +123,10 @@ def _kept(entry: Entry, count: int) -> list[tuple[int, Logprob]]:
     ]
 
 
-def _token(token_id: int, found: Logprob, tokenizer: Tokenizer | None) -> dict[str, Any]:
+def _token(token_id: int, found: Logprob, tokenizer: Tokenizer | None, by_id: bool) -> dict[str, Any]:
     piece = None if tokenizer is None else list(tokenizer.token_bytes.piece(token_id))
-    return {"token": _text(token_id, tokenizer), "logprob": finite(found.logprob), "bytes": piece}
+    text = _text(token_id, None if by_id else tokenizer)
+    return {"token": text, "logprob": finite(found.logprob), "bytes": piece}
 
 
 def _text(token_id: int, tokenizer: Tokenizer | None) -> str:

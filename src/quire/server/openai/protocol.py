@@ -175,6 +175,10 @@ class GenerationBody(HintedBody, ParamsBody):
     """SGLang's name of the form ``grammar``."""
     timings_per_token: bool | None = None
     """llama.cpp's: the last chunk has ``timings``, and with true each one."""
+    return_token_ids: bool | None = None
+    """vLLM's: choices have ``token_ids``, and the prompt's are in ``prompt_token_ids``."""
+    return_tokens_as_token_ids: bool | None = None
+    """vLLM's: log-probabilities name tokens "token_id:N"."""
     return_progress: bool | None = None
     """llama.cpp's: chunks before the first token tell how far the prompt is."""
     grammar: str | None = None
@@ -332,6 +336,9 @@ def refuse_unlisted(body: ParamsBody, own: Table) -> None:
         "add_generation_prompt": ((True,), "POST /v1/chat/completions has it"),
         "continue_final_message": ((False,), "POST /v1/chat/completions has it"),
         "enable_thinking": ((), "give chat_template_kwargs"),
+        **dict.fromkeys(
+            ("return_token_ids", "return_tokens_as_token_ids"), ((False,), "POST /v1/chat/completions has it")
+        ),
     }
     refuse_fields(body, {**refused_in(body.sampling()[0]), **usual, **renamed, **forms, **COMPLETIONS_ONLY, **own})
 

@@ -70,6 +70,10 @@ class Reply(ABC):
         request.state.tokens = self.tokens
         self.stream = bool(body.stream)
         asked = body if isinstance(body, GenerationBody) else None
+        self.shows_ids = asked is not None and bool(asked.return_token_ids)
+        """Whether the answer has the ids of tokens."""
+        self.names_ids = asked is not None and bool(asked.return_tokens_as_token_ids)
+        """Whether log-probabilities name tokens by their ids."""
         self.tells_progress = asked is not None and self.stream and bool(asked.return_progress)
         """Whether chunks tell how far the prompt is."""
         self._timed = asked is not None and (asked.return_progress or asked.timings_per_token is not None)
@@ -92,6 +96,10 @@ class Reply(ABC):
     @abstractmethod
     def chunk_choices(self, number: int, delta: SampleDelta) -> list[dict[str, Any]]:
         """Return the additions of one delta to a choice, one entry for each chunk."""
+
+    def of_prompt(self, number: int) -> dict[str, Any]:
+        """Return what an answer says of a prompt beside its choices, once."""
+        return {}
 
     def count(self, delta: SampleDelta) -> int:
         """Return the number of a delta's tokens that were generated for the client."""
@@ -120,6 +128,7 @@ class Reply(ABC):
         return {
             **self._head,
             "choices": choices,
+            **self.of_prompt(0),
             "usage": usage_body(self.tokens),
             **self.quire(list(self.outputs.values())),
         }
@@ -165,14 +174,17 @@ class Reply(ABC):
                         yield {**head, "choices": [], "prompt_progress": progress_of(item, began=self.began)}
                         continue
                     number, delta = item
+                    about: dict[str, Any] = {}
                     # A session of a batch may have failed before its prompt was run.
                     if number not in self.outputs and delta.finish_reason != "error":
                         self.begin(number, sources[number].output)
+                        about = self.of_prompt(number)
                     self.tokens["completion"] += self.count(delta)
                     for choice in self.chunk_choices(number, delta):
                         if held is not None:
                             yield held
-                        chunk: Chunk = {**head, "choices": [choice], **self._usage_of_chunk()}
+                        chunk: Chunk = {**head, "choices": [choice], **about, **self._usage_of_chunk()}
+                        about = {}
                         held = None if self._with_usage or choice.get("finish_reason") is None else chunk
                         if held is None:
                             yield chunk

@@ -3,14 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
-import os
-import shutil
-import tempfile
-import time
 from collections.abc import AsyncIterator
-from contextlib import aclosing, suppress
-from pathlib import Path
+from contextlib import aclosing
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -18,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from quire.async_llm import AsyncSession
 from quire.base.errors import Cancelled
+from quire.base.temporary_folders import TemporaryFolder
 from quire.server.http.context import Context
 from quire.server.http.errors import ApiError, hiding
 from quire.server.http.events import unless_gone
@@ -28,20 +23,14 @@ CHUNK = 1 << 20
 """Bytes per read or write."""
 PREFIX = "quire-state-"
 """How the names of folders with one temporary file begin."""
-NEW_SECONDS = 60.0
-"""Age up to which such a folder may be one whose server has not locked it yet."""
 
 
 class TemporaryFile:
-    """A place for one file, until ``aclose``. The bytes passed to ``claim`` count for ``owner``.
-
-    Its folder is locked for as long as the process lives, for ``remove_leftovers``."""
+    """A place for one file, until ``aclose``. The bytes passed to ``claim`` count for ``owner``."""
 
     def __init__(self, stored: StoredBytes, owner: str) -> None:
-        self.path = Path(tempfile.mkdtemp(prefix=PREFIX)) / "state.quire"
-        self._lock: int | None = os.open(self.path.parent, os.O_RDONLY)
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(self._lock, fcntl.LOCK_SH)
+        self._folder = TemporaryFolder(PREFIX)
+        self.path = self._folder.path / "state.quire"
         self._stored, self._owner, self._size = stored, owner, 0
 
     def claim(self, size: int) -> None:
@@ -52,25 +41,9 @@ class TemporaryFile:
     async def aclose(self) -> None:
         """Remove the file."""
         try:
-            await asyncio.shield(asyncio.to_thread(shutil.rmtree, self.path.parent, True))
+            await asyncio.shield(asyncio.to_thread(self._folder.remove))
         finally:
             self.claim(0)
-            lock, self._lock = self._lock, None
-            if lock is not None:
-                os.close(lock)
-
-
-def remove_leftovers() -> None:
-    """Remove the temporary files of servers that were killed."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        with suppress(OSError):  # it is gone, or another user's, or its server lives
-            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if time.time() - os.fstat(lock).st_mtime > NEW_SECONDS:
-                    shutil.rmtree(folder)
-            finally:
-                os.close(lock)
 
 
 def require_file(request: Request) -> None:

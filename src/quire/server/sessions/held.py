@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from quire.async_llm import AsyncSession
@@ -52,7 +52,7 @@ class HeldSession:
     """Time of its last use, on the registry's clock."""
     busy: str | None = None
     """The call that uses it now."""
-    created: float = field(default_factory=time.time)
+    created: float = 0.0
     """Time of its creation, in Unix time."""
     durable: str | None = None
     """The digest of what the journal has of it; None: not what the session is."""
@@ -124,17 +124,26 @@ class Sessions:
         return most if ttl is None else ttl
 
     def create(
-        self, owner: str, session: AsyncSession, *, parent: str | None = None, ttl: float, session_id: str | None = None
+        self,
+        owner: str,
+        session: AsyncSession,
+        *,
+        parent: str | None = None,
+        ttl: float,
+        session_id: str | None = None,
+        created: float | None = None,
     ) -> str:
         """Hold a session in its ``room``, and return its id: ``session_id``, by default a new one.
-        ``ttl`` is from ``lifetime``. Raise ``ApiError`` 409 for the id of another session."""
+        ``ttl`` is from ``lifetime``. ``created``: when it was made, if not now. Raise ``ApiError``
+        409 for the id of another session."""
         if self._closed:
             raise FailedPrecondition("the server is shutting down; it holds no new session")
         session_id = session_id or f"{PREFIX}{secrets.token_hex(16)}"
         if session_id in self._held or session_id in self._parked:
             message = f"there is a session {session_id} already; delete it first"
             raise ApiError(409, message, param="id", code="session_exists")
-        self._held[session_id] = HeldSession(session_id, owner, session, parent, ttl, self._clock())
+        began = time.time() if created is None else created
+        self._held[session_id] = HeldSession(session_id, owner, session, parent, ttl, self._clock(), created=began)
         self._sweep_soon()
         return session_id
 
@@ -152,9 +161,11 @@ class Sessions:
         name: str | None,
         labels: Mapping[str, str],
         ids: Sequence[str | None] = (),
+        created: float | None = None,
     ) -> list[str]:
         """Hold each of ``sessions``, with this display name and these labels. Wait until all are
-        durable. Return their ids: those in ``ids``, or new ones. After an error all are closed."""
+        durable. Return their ids: those in ``ids``, or new ones. After an error all are closed.
+        ``created`` is as in ``create``."""
         made: list[str] = []
         for session in sessions:
             if self.keeper is not None:
@@ -162,7 +173,8 @@ class Sessions:
             session.name, session.labels = name, labels
         try:
             for session, given in itertools.zip_longest(sessions, ids):
-                made.append(self.create(owner, session, parent=parent, ttl=ttl, session_id=given))
+                held = self.create(owner, session, parent=parent, ttl=ttl, session_id=given, created=created)
+                made.append(held)
             await asyncio.gather(*(self.keep(self._held[session_id]) for session_id in made))
         except BaseException:
             for session_id in made:

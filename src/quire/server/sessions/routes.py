@@ -116,6 +116,8 @@ async def _held(
     name: str | None,
     labels: Mapping[str, str],
     session_id: str | None = None,
+    parent: str | None = None,
+    created: float | None = None,
 ) -> Response:
     """Answer with the id of a new session, by default a new one. ``chat`` answers its first
     messages. If it cannot be held it is closed."""
@@ -129,7 +131,16 @@ async def _held(
             # Pin last: until the size is known, the state can be given up and computed again.
             await session.pin(sessions.account(owner))
         lifetime = sessions.lifetime(ttl, pinned=session.pinned)
-        (made,) = await sessions.hold(owner, [session], ttl=lifetime, name=name, labels=labels, ids=[session_id])
+        (made,) = await sessions.hold(
+            owner,
+            [session],
+            parent=parent,
+            ttl=lifetime,
+            name=name,
+            labels=labels,
+            ids=[session_id],
+            created=created,
+        )
     except BaseException:
         await asyncio.shield(session.close())
         raise
@@ -193,11 +204,20 @@ async def upload(
     session_id: Annotated[
         str | None, Query(alias="id", description="The id of a session that has ended, which the new one gets.")
     ] = None,
+    parent: Annotated[str | None, Query(description="Beside id: the id of its parent.")] = None,
+    created: Annotated[
+        float | None,
+        Query(ge=0, le=2**53, allow_inf_nan=False, description="Beside id: when it was made, in Unix time."),
+    ] = None,
 ) -> Response:
     """Make a session of a state file, which is the body of the request."""
     context = context_of(request)
-    if session_id is not None and not SESSION_ID.fullmatch(session_id):
-        raise bad_field("id", f"id must be 'session-' and 32 hexadecimal digits, got {session_id[:60]!r}")
+    for field, value in (("id", session_id), ("parent", parent)):
+        if value is not None and not SESSION_ID.fullmatch(value):
+            raise bad_field(field, f"{field} must be 'session-' and 32 hexadecimal digits, got {value[:60]!r}")
+    for field, given in (("parent", parent), ("created", created)):
+        if given is not None and session_id is None:
+            raise bad_field(field, f"{field} is for a session that goes on under its id; give that too")
     with _errors_about("label"):
         called, labels = checked_name(name), checked_labels(labels_of(label))
     require_file(request)
@@ -205,7 +225,15 @@ async def upload(
         session = await receive_session(request, context, convert_dtype=convert_dtype)
         # It is pinned if its state was written into, so that it cannot be computed again.
         return await _held(
-            request, session, ttl=ttl, pin=session.pinned, name=called, labels=labels, session_id=session_id
+            request,
+            session,
+            ttl=ttl,
+            pin=session.pinned,
+            name=called,
+            labels=labels,
+            session_id=session_id,
+            parent=parent,
+            created=created,
         )
 
 
