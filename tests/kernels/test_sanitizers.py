@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,20 +17,23 @@ from quire.kernels import native_library
 
 KERNELS = Path(native_library.__file__).parent / "cpu"
 COMPILER = shutil.which("g++")
-FLAGS = ["-O1", "-g", "-std=c++17", "-Wno-psabi", "-fPIC", "-shared"]
+FLAGS = ["-O1", "-g", "-std=c++17", "-Wno-psabi", "-fPIC"]
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
 SUITES = {
     "paged attention": ["tests/kernels/test_paged_attention.py", "-k", "not greedy and not torch_serves"],
     "linear maps": ["tests/kernels/test_native_linear.py"],
+    "codes of GGUF files": ["tests/kernels/test_native_blocks.py"],
     "blocks": ["tests/kernels/test_block.py", "-k", "not model and not library and not sink"],
     "blocks with recurrent layers": ["tests/kernels/test_mixed_blocks.py"],
     "blocks of one thing": ["tests/kernels/test_bare_blocks.py"],
+    "blocks with experts": ["tests/kernels/test_expert_blocks.py"],
     "models": ["tests/kernels/test_model_call.py", "-k", "not maxima"],
     # PyTorch's exceptions cannot pass a preloaded sanitizer.
     "rows": ["tests/kernels/test_row_kernels.py", "-k", "not other_shapes"],
     "checked rows": ["tests/kernels/test_checked_rows.py"],
     "experts": ["tests/kernels/test_native_experts.py"],
     "recurrent layers": ["tests/kernels/test_native_mixers.py"],
+    "merges": ["tests/kernels/test_merges.py"],
     "low rank": ["tests/adapters/test_native_low_rank.py", "-k", "reference or random or bit"],
 }
 """Tests of each kernel that run, as arguments of pytest."""
@@ -48,13 +52,26 @@ sys.exit(pytest.main(["-x", "-p", "no:cacheprovider", "-m", "not slow", "--timeo
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if COMPILER is None:
         pytest.skip("there is no g++")
-    path = tmp_path_factory.mktemp("sanitized") / "native.so"
-    sources = sorted(map(str, KERNELS.glob("*.cpp")))
-    built = subprocess.run([COMPILER, *FLAGS, *SANITIZERS, *sources, "-o", str(path)], capture_output=True, text=True)
+    folder = tmp_path_factory.mktemp("sanitized")
+
+    def compiled(source: Path) -> str:
+        made = folder / f"{source.stem}.o"
+        build("-c", source, "-o", made)
+        return str(made)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = list(pool.map(compiled, sorted(KERNELS.glob("*.cpp"))))
+    path = folder / "native.so"
+    build("-shared", *objects, "-o", path)
+    return path
+
+
+def build(*arguments: str | Path) -> None:
+    """Run the compiler."""
+    built = subprocess.run([str(COMPILER), *FLAGS, *SANITIZERS, *map(str, arguments)], capture_output=True, text=True)
     if "cannot find" in built.stderr:
         pytest.skip(f"the compiler has no sanitizers: {built.stderr[-200:]}")
     assert built.returncode == 0, built.stderr[-2000:]
-    return path
 
 
 def run(library: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -75,6 +92,13 @@ def run(library: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *arguments], capture_output=True, text=True, env=environment, cwd=Path(__file__).parents[2]
     )
+
+
+def test_each_kernel_has_a_suite() -> None:
+    """Of the tests in this folder that ask for the library."""
+    asking = {path for path in Path(__file__).parent.glob("test_*.py") if "native_library" in path.read_text()}
+    suites = {Path(path).name for path, *_ in SUITES.values() if path.startswith("tests/kernels/")}
+    assert {path.name for path in asking} - suites == {"test_native_library.py", "test_sanitizers.py"}
 
 
 @pytest.mark.slow
