@@ -411,7 +411,9 @@ def _check_memory(
         fits = [one for one in QUANTIZATIONS if weight_bytes(dtype, one) <= free]
         helps[:0] = [f"give quantization {' or '.join(fits)}"] * bool(fits)
     # If most weights stay in the blocks of a GGUF file, the dtype is not theirs.
-    kinds = [str(dtype)] * (is_wide or dtype != torch.float32) + [form] * (form is not None)
+    kinds = [str(dtype)] * (is_wide or dtype != torch.float32)
+    if form is not None:
+        kinds.append(form)
     held = f" in {' with '.join(kinds)}" if kinds else ""
     raise ResourceExhausted(
         f"{path} needs {size_words(needed)} for its weights{held}, but {size_words(free)} are free on {device}; "

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.base.errors import ResourceExhausted
-from quire.base.host_memory import size_words
+from quire.base.process_limits import size_words
 from quire.base.progress import Bar
 from quire.contracts.linear import BlockRows, CodeRows
 from quire.contracts.weights import CodedFormat
