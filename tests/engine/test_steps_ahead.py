@@ -335,7 +335,7 @@ def test_a_failed_row_gives_its_random_number_back_once() -> None:
 
 def test_rows_with_processors_are_not_drawn_later() -> None:
     params = SamplingParams(temperature=0, logits_processors=[lambda tokens, logits: logits])
-    with pytest.raises(InvalidArgument, match="logits_processors need values on the host"):
+    with pytest.raises(InvalidArgument, match="logits_processors or bad_words need values on the host"):
         sample_later(torch.zeros(1, 9), [RequestSampler(params, vocab_size=9)])
 
 

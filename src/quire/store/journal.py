@@ -312,12 +312,13 @@ class SessionJournal:
             if path.exists() or shutil.disk_usage(self.directory).free <= 2 * RESERVED:
                 return
             found = os.open(path, os.O_CREAT | os.O_WRONLY, 0o600)
+            written = 0
             try:
-                os.posix_fallocate(found, 0, RESERVED)
-            except OSError:
-                path.unlink()
+                written = os.write(found, bytes(RESERVED))
             finally:
                 os.close(found)
+                if written < RESERVED:
+                    path.unlink()
 
     def new_state(self, name: str) -> Path:
         """Return the path of a new state file of a session. It is kept once a record names it."""
