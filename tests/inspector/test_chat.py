@@ -1221,8 +1221,10 @@ def test_exports_can_be_imported(visit: Visit, inspected: Served, tmp_path: Path
             page.locator("input[accept]").set_input_files(file)
             expect(page.locator(".sibling-count")).to_have_count(count)
             expect(page.locator(".messages .markdown")).to_have_text(shown)
+        before = page.url
         page.locator("input[accept]").set_input_files(state)
         expect(page.get_by_role("button", name="More about")).to_have_count(4)
+        expect(page).not_to_have_url(before)  # the conversation before looks the same
         expect(answers(page)).to_have_count(2)
         expect(page.locator(".messages .markdown")).to_have_text(shown)
         ask(page, "and on")
