@@ -135,7 +135,7 @@ def _kernels() -> Finding:
     if linear is not None and linear.float_level != linear.level:
         used += f", of weights in bfloat16 and blocks those for {LEVELS[linear.float_level]}, which are faster here"
     if linear is not None and LEVELS[linear.level] == "AVX2":
-        used += "; GGUF files of 4 to 6 bits decode about twice as fast with dtype bfloat16"
+        used += "; GGUF files of 4 to 6 bits decode up to twice as fast with dtype bfloat16"
     threads = "" if library.parallel else ", on one thread: PyTorch has no OpenMP runtime with GOMP_parallel"
     text = f"built; models and adapters on the CPU use them{used}{threads}"
     return Finding("C++ kernels", text, bool(library.parallel), "Install a PyTorch that computes with OpenMP.")
