@@ -226,8 +226,9 @@ def _end(
     owner: int,
     threads: Sequence[int],
 ) -> None:
-    """End processes whose owner is this process: they end when their pipe does. Give this process
-    its threads again, if nobody else has changed their number."""
+    """Close the pipes, and kill each rank that has not ended ``END_SECONDS`` later. Then restore
+    the number of PyTorch's threads, unless a caller has changed it. A forked child, whose process
+    id is not ``owner``, only closes its copies of the pipes."""
     for pipe in pipes:
         with suppress(OSError):
             pipe.close()

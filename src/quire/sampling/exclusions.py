@@ -25,8 +25,8 @@ class Exclusions:
 
     @classmethod
     def of(cls, params: SamplingParams, vocab_size: int, bad: Iterable[Sequence[int]] = ()) -> Exclusions:
-        """Return what the parameters exclude. ``bad``: bad words as tokens. One with a token beyond
-        the vocabulary cannot be drawn anyway."""
+        """Return the exclusions of these parameters. ``bad``: the token ids of each bad word. One
+        with an id outside the vocabulary is left out, since it cannot be drawn."""
         bad = [ids for ids in bad if ids and max(ids) < vocab_size]
         single = [ids[0] for ids in bad if len(ids) == 1]
         if params.allowed_token_ids is None and not bad:

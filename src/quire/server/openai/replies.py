@@ -98,7 +98,7 @@ class Reply(ABC):
         """Return the additions of one delta to a choice, one entry for each chunk."""
 
     def of_prompt(self, number: int) -> dict[str, Any]:
-        """Return what an answer says of a prompt beside its choices, once."""
+        """Return the fields of a prompt that an answer has once, beside its choices."""
         return {}
 
     def count(self, delta: SampleDelta) -> int:
