@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.base.errors import CheckpointError
-from quire.contracts.linear import BlockRows
+from quire.contracts.linear import BlockRows, WeightForm
 from quire.kernels.linear.cpu_linear import EMULATED, NativeLinear, NativeMap, native_linear
 from quire.kernels.native_library import native_library
 from quire.weights.block_panels import KINDS, block_rows_of
@@ -156,16 +156,9 @@ def in_whole_numbers(x_TI: Tensor) -> Tensor:
     return (numbers * unit).flatten(1)
 
 
-@pytest.mark.skipif(AVX2 not in LEVELS, reason="the processor has no AVX2")
-@pytest.mark.product(2)
-@pytest.mark.parametrize("kind", WHOLE)
-@pytest.mark.parametrize(("outputs", "inputs"), [(40, 256), (96, 1792)])
-def test_whole_numbers_multiply_codes(kind: str, outputs: int, inputs: int) -> None:
+def check_whole_numbers(multiply: NativeMap, weight_OI: Tensor, bias: Tensor) -> None:
     """Numbers of all sizes; one row, and rows in blocks of any size, have the same bits."""
-    torch.manual_seed(3)
-    parts = [rows_of_blocks(kind, outputs, inputs)]
-    weight, bias = values_of(parts, inputs).double(), torch.randn(outputs)
-    multiply = made(parts, inputs, torch.bfloat16, bias, AVX2)
+    inputs = weight_OI.shape[1]
     x = (torch.randn(70, inputs) * torch.randn(70, 1).exp()).bfloat16()
     x[:, 5::97] *= 300
     x[3, :64] = 0
@@ -177,11 +170,32 @@ def test_whole_numbers_multiply_codes(kind: str, outputs: int, inputs: int) -> N
     error, size = ((rows - x.double()).abs(), x.double().abs())
     most = size.unflatten(1, (-1, 32)).amax(2, keepdim=True) * (2.0**-15 + 2.0**-22)
     assert (error.unflatten(1, (-1, 32)) <= most + 2.0**-126).all()
-    exact = rows @ weight.T + bias.double()
-    bound = rows.abs() @ weight.abs().T * 32 * inputs**0.5 * 2.0**-24
+    exact = rows @ weight_OI.double().T + bias.double()
+    bound = rows.abs() @ weight_OI.double().abs().T * 32 * inputs**0.5 * 2.0**-24
     assert ((found.double() - exact).abs() <= bound + exact.abs() * 2.0**-8 + 1e-6 * bias.abs() + 1e-30).all()
-    for first, count in ((0, 1), (69, 1), (0, 2), (3, 3), (10, 4), (0, 5), (1, 6), (0, 7), (0, 63)):
+    for first, count in ((0, 1), (69, 1), (0, 2), (3, 3), (10, 4), (0, 5), (1, 6), (0, 7), (0, 13), (0, 63)):
         assert torch.equal(multiply(x[first : first + count]), found[first : first + count]), (first, count)
+
+
+@pytest.mark.skipif(AVX2 not in LEVELS, reason="the processor has no AVX2")
+@pytest.mark.product(2)
+@pytest.mark.parametrize("kind", WHOLE)
+@pytest.mark.parametrize(("outputs", "inputs"), [(40, 256), (96, 1792)])
+def test_whole_numbers_multiply_blocks(kind: str, outputs: int, inputs: int) -> None:
+    torch.manual_seed(3)
+    parts, bias = [rows_of_blocks(kind, outputs, inputs)], torch.randn(outputs)
+    multiply = made(parts, inputs, torch.bfloat16, bias, AVX2)
+    check_whole_numbers(multiply, values_of(parts, inputs), bias)
+
+
+@pytest.mark.skipif(AVX2 not in LEVELS, reason="the processor has no AVX2")
+@pytest.mark.parametrize("form", ["int8", "int4"])
+@pytest.mark.parametrize(("outputs", "inputs"), [(40, 256), (96, 1792), (33, 96)])
+def test_whole_numbers_multiply_codes(form: WeightForm, outputs: int, inputs: int) -> None:
+    torch.manual_seed(3)
+    bias = torch.randn(outputs)
+    multiply = kernel(AVX2).pack(torch.randn(outputs, inputs).bfloat16(), bias, form)
+    check_whole_numbers(multiply, unpack(multiply.weights), bias)
 
 
 @pytest.mark.skipif(AVX2 not in LEVELS, reason="the processor has no AVX2")

@@ -326,6 +326,10 @@ def test_most_of_the_blocks_decide_the_dtype_where_bfloat16_is_slow(
     assert chosen(mixed_file, {most}) == torch.float32
     assert chosen(mixed_file, {"Q4_0", *KINDS.values()}) == torch.bfloat16
     assert chosen(mixed_file, {"Q4_0", *KINDS.values()}, quantization="int8") == torch.float32
+    halves = write_gguf(mixed.path, tmp_path / "model-BF16.gguf", "BF16")
+    assert chosen(halves, {"int8"}, quantization="int8") == torch.bfloat16
+    assert chosen(halves, {"int8"}, quantization="int4") == torch.float32
+    assert chosen(halves, {"int8"}) == torch.float32
     assert chosen(mixed.path, {"Q4_0"}) == torch.float32
     monkeypatch.undo()
     linear = native_linear()

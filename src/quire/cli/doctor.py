@@ -135,7 +135,7 @@ def _kernels() -> Finding:
     if linear is not None and linear.float_level != linear.level:
         used += f", of weights in bfloat16 and blocks those for {LEVELS[linear.float_level]}, which are faster here"
     if linear is not None and linear.bfloat16_kinds:
-        used += "; dtype auto is bfloat16 for GGUF files, which whole numbers multiply faster"
+        used += "; dtype auto is bfloat16 for GGUF files, int8 and int4, which whole numbers multiply faster"
     threads = "" if library.parallel else ", on one thread: PyTorch has no OpenMP runtime with GOMP_parallel"
     text = f"built; models and adapters on the CPU use them{used}{threads}"
     return Finding("C++ kernels", text, bool(library.parallel), "Install a PyTorch that computes with OpenMP.")

@@ -131,8 +131,8 @@ class BlockKernel(Protocol):
     some formats without expanding them."""
 
     bfloat16_kinds: frozenset[str]
-    """Formats whose blocks it multiplies faster in bfloat16, though this CPU has no instructions
-    for products of bfloat16."""
+    """Formats of blocks, and forms of codes, that it multiplies faster in bfloat16 although this
+    CPU has no instructions for products of bfloat16."""
 
     def pack_parts(self, parts: Sequence[Tensor], bias_O: Tensor | None) -> LinearMap | None:
         """Return the map of rows of one dtype that follow each other, in the smallest form that

@@ -88,13 +88,11 @@ INLINE void sum_block_panels(const Linear& map, int64_t panel, const Sums& sums,
                              const WholeRows* whole, int64_t rows) {
 #if REGISTER == 32
     if (whole) {
-        for (int q = 0; q < Q; q++) {
-            const int64_t kind = block_part(map, panel + q).kind;
-            if (is_whole(kind))
-                sum_whole_panel(kind, panel_place(map, panel + q), map.inputs, sums.from(0, q), *whole, rows);
+        for (int q = 0; q < Q; q++)
+            if (is_whole(map, panel + q))
+                sum_whole_panel(map, panel + q, sums.from(0, q), *whole, rows);
             else
                 sum_float_panels<1>(map, panel + q, sums.from(0, q), room, x, stride, rows);
-        }
         return;
     }
 #endif

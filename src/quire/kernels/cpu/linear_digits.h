@@ -14,16 +14,26 @@
 
 #pragma once
 
+#include "linear_code_groups.h"
+
 namespace {
 
 // Compilers would make all products first, more than there are registers, and sum them in an order of their own.
 #define KEEP(sum) __asm__("" : "+x"(sum))
 
-constexpr bool is_whole(int64_t kind) { return BLOCK_SHAPES[kind].low == 4 || kind == Q8_0; }
+// The kind of blocks whose numbers a source has.
+constexpr int kind_of(int source) { return source == CODES_OF_8 ? Q8_0 : source == CODES_OF_4 ? Q4_0 : source; }
 
-INLINE bool has_whole_parts(const Linear& map) {
+INLINE bool is_whole(const Linear& map, int64_t panel) {
+    if (map.form != BLOCKS) return map.group % 32 == 0;
+    const int64_t kind = block_part(map, panel).kind;
+    return BLOCK_SHAPES[kind].low == 4 || kind == Q8_0;
+}
+
+INLINE bool has_whole_panels(const Linear& map) {
+    if (map.form != BLOCKS) return is_whole(map, 0);
     for (int64_t part = 0; part < map.num_block_parts; part++)
-        if (is_whole(map.block_parts[part].kind)) return true;
+        if (is_whole(map, map.block_parts[part].first_panel)) return true;
     return false;
 }
 
@@ -221,22 +231,23 @@ INLINE void add_group(__m256 (&totals)[V], const PanelNumbers<KIND>& numbers, in
 }
 
 // Scales and minima of a group: [32] of each, or [2][32] where halves have their own.
-template <int KIND>
-INLINE void read_group_scales(float* scale, float* minimum, const uint8_t* panel, int64_t group) {
-    constexpr BlockShape SHAPE = BLOCK_SHAPES[KIND];
-    const uint8_t *scales = panel + SHAPE.group(group) + SHAPE.codes_size() + SHAPE.high_size(), *head = panel + SHAPE.head(group);
-    for (int half = 0; half <= (int)SHAPE.is_halved; half++) {
+template <int SOURCE>
+INLINE void read_group_scales(float* scale, float* minimum, const CodePanel<SOURCE>& panel, int64_t group) {
+    for (int half = 0; half < 32 / step_of(SOURCE); half++) {
         Lanes found[2] = {}, least[2] = {};
-        read_scales<KIND, 2>(found, least, scales, head, half);
+        panel.scale(found, least, group, half);
         for (int n = 0; n < 2; n++) {
             store(scale + half * PANEL + n * LANES, found[n]);
-            if (SHAPE.has_minima) store(minimum + half * PANEL + n * LANES, least[n]);
+            if (has_minima(SOURCE)) store(minimum + half * PANEL + n * LANES, least[n]);
         }
     }
 }
 
-INLINE void fetch_group(const uint8_t* codes, int64_t bytes) {
-    for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(codes + byte + AHEAD, 0, 3);
+template <int SOURCE>
+INLINE void fetch_group(const uint8_t* codes) {
+    constexpr BlockShape SHAPE = BLOCK_SHAPES[kind_of(SOURCE)];
+    constexpr int64_t BYTES = is_kind(SOURCE) ? SHAPE.group_size() : SHAPE.codes_size();
+    for (int64_t byte = 0; byte < BYTES; byte += 64) __builtin_prefetch(codes + byte + AHEAD, 0, 3);
 }
 
 // Sums of M rows and 16 outputs from vector ``v`` on.
@@ -248,16 +259,17 @@ INLINE void put_totals(Sums to, const __m256 (&totals)[M][2], int v) {
     add_tile<M, 1, 1>(to.side(v / 2), sums, nullptr);
 }
 
-template <int KIND>
-__attribute__((noinline)) void digit_row(const uint8_t* panel, int64_t inputs, const Sums& to, const WholeRows& rows) {
-    constexpr BlockShape SHAPE = BLOCK_SHAPES[KIND];
+template <int SOURCE>
+__attribute__((noinline)) void digit_row(const Linear& map, int64_t number, const Sums& to, const WholeRows& rows) {
+    constexpr int KIND = kind_of(SOURCE);
+    const CodePanel<SOURCE> panel(map, number);
     __m256 totals[2][1][2] = {};
     alignas(64) float scale[2 * PANEL], minimum[2 * PANEL];
 #pragma GCC unroll 1
-    for (int64_t group = 0; group < inputs / 32; group++) {
-        const uint8_t* codes = panel + SHAPE.group(group);
-        fetch_group(codes, SHAPE.group_size());
-        read_group_scales<KIND>(scale, minimum, panel, group);
+    for (int64_t group = 0; group < map.inputs / 32; group++) {
+        const uint8_t* codes = panel.codes(group);
+        fetch_group<SOURCE>(codes);
+        read_group_scales(scale, minimum, panel, group);
         const NumberGroup& x = rows.numbers[group];
         add_group<KIND, 2>(totals[0][0], PanelNumbers<KIND>{codes}, 0, x, rows.digits[group], scale, minimum);
         add_group<KIND, 2>(totals[1][0], PanelNumbers<KIND>{codes}, 2, x, rows.digits[group], scale, minimum);
@@ -271,32 +283,52 @@ INLINE void add_pairs(__m256i& sums, __m256i a, __m256i b) {
     __asm__("vpmaddwd %2, %3, %1\n\tvpaddd %1, %0, %0" : "+x"(sums), "=&x"(products) : "x"(a), "x"(b));
 }
 
-// Two inputs of Q8_0, whose codes are bytes with signs, as pairs of 16 bits.
+// Four inputs of codes of eight bits as pairs of 16 bits.
+template <int SOURCE>
 struct BytePairs {
-    __m256i of[4];
+    __m256i of[2][4];
     explicit __attribute__((always_inline)) BytePairs(const uint8_t* codes) {
-        const __m256i even = loaded<__m256i>(codes), odd = loaded<__m256i>(codes + PANEL);
-        const __m256i first = _mm256_unpacklo_epi8(even, odd), second = _mm256_unpackhi_epi8(even, odd);
-        of[0] = _mm256_cvtepi8_epi16(_mm256_castsi256_si128(first)), of[1] = _mm256_cvtepi8_epi16(_mm256_castsi256_si128(second));
-        of[2] = _mm256_cvtepi8_epi16(_mm256_extracti128_si256(first, 1)), of[3] = _mm256_cvtepi8_epi16(_mm256_extracti128_si256(second, 1));
+        for (int i = 0; i < 2; i++) {
+            __m256i first, second;
+            if constexpr (SOURCE == Q8_0) {
+                const __m256i even = loaded<__m256i>(codes + 2 * i * PANEL), odd = loaded<__m256i>(codes + (2 * i + 1) * PANEL);
+                first = _mm256_unpacklo_epi8(even, odd), second = _mm256_unpackhi_epi8(even, odd);
+                put(i, 0, _mm256_castsi256_si128(first)), put(i, 1, _mm256_castsi256_si128(second));
+                put(i, 2, _mm256_extracti128_si256(first, 1)), put(i, 3, _mm256_extracti128_si256(second, 1));
+            } else {
+                // Half i of the outputs: eight at a time, both pairs of four of them.
+                first = pairs_apart(codes + 64 * i), second = pairs_apart(codes + 64 * i + 32);
+                put(0, 2 * i, _mm256_castsi256_si128(first)), put(1, 2 * i, _mm256_extracti128_si256(first, 1));
+                put(0, 2 * i + 1, _mm256_castsi256_si128(second)), put(1, 2 * i + 1, _mm256_extracti128_si256(second, 1));
+            }
+        }
+    }
+    __attribute__((always_inline)) void put(int pair, int v, __m128i bytes) { of[pair][v] = _mm256_cvtepi8_epi16(bytes); }
+    // Numbers of codes of sign and magnitude, those of the first pair first.
+    static __attribute__((always_inline)) __m256i pairs_apart(const uint8_t* from) {
+        const __m256i codes = loaded<__m256i>(from), size = _mm256_and_si256(codes, _mm256_set1_epi8(127));
+        return _mm256_permute4x64_epi64(_mm256_sign_epi8(size, _mm256_or_si256(codes, _mm256_set1_epi8(1))), 0xd8);
     }
 };
 
-__attribute__((noinline)) void byte_row(const uint8_t* panel, int64_t inputs, const Sums& to, const WholeRows& rows) {
-    constexpr BlockShape SHAPE = BLOCK_SHAPES[Q8_0];
+template <int SOURCE>
+__attribute__((noinline)) void byte_row(const Linear& map, int64_t number, const Sums& to, const WholeRows& rows) {
+    const CodePanel<SOURCE> panel(map, number);
     __m256 totals[2][1][2] = {};
     alignas(64) float scale[PANEL];
-    for (int64_t group = 0; group < inputs / 32; group++) {
-        const uint8_t* codes = panel + SHAPE.group(group);
-        fetch_group(codes, SHAPE.group_size());
-        read_group_scales<Q8_0>(scale, nullptr, panel, group);
+    for (int64_t group = 0; group < map.inputs / 32; group++) {
+        const uint8_t* codes = panel.codes(group);
+        fetch_group<SOURCE>(codes);
+        read_group_scales(scale, nullptr, panel, group);
         const NumberGroup& x = rows.numbers[group];
         __m256i sums[4] = {};
 #pragma GCC unroll 1
-        for (int pair = 0; pair < 16; pair++) {
-            const BytePairs pairs(codes + 2 * PANEL * pair);
-            const __m256i both = _mm256_set1_epi32(loaded<int32_t>(x.numbers + 2 * pair));
-            for (int v = 0; v < 4; v++) add_pairs(sums[v], pairs.of[v], both);
+        for (int i = 0; i < 8; i++) {
+            const BytePairs<SOURCE> pairs(codes + 4 * PANEL * i);
+            for (int p = 0; p < 2; p++) {
+                const __m256i both = _mm256_set1_epi32(loaded<int32_t>(x.numbers + 4 * i + 2 * p));
+                for (int v = 0; v < 4; v++) add_pairs(sums[v], pairs.of[p][v], both);
+            }
         }
         const __m256 unit = _mm256_set1_ps(x.unit);
         for (int v = 0; v < 4; v++) totals[v / 2][0][v % 2] = plus_scaled<false>(totals[v / 2][0][v % 2], sums[v], unit, scale + 8 * v, nullptr, unit);
@@ -329,13 +361,16 @@ INLINE void write_counts(int16_t* to, const PanelNumbers<KIND>& numbers) {
     }
 }
 
-template <int KIND>
+template <int SOURCE>
 INLINE void write_numbers(int16_t* to, const uint8_t* codes) {
-    if constexpr (KIND == Q8_0)
-        for (int pair = 0; pair < 16; pair++)
-            for (int v = 0; v < 4; v++) store(to + 2 * PANEL * pair + 16 * v, BytePairs(codes + 2 * PANEL * pair).of[v]);
+    if constexpr (kind_of(SOURCE) == Q8_0)
+        for (int i = 0; i < 8; i++) {
+            const BytePairs<SOURCE> pairs(codes + 4 * PANEL * i);
+            for (int p = 0; p < 2; p++)
+                for (int v = 0; v < 4; v++) store(to + 2 * PANEL * (2 * i + p) + 16 * v, pairs.of[p][v]);
+        }
     else
-        write_counts<KIND, 0>(to, PanelNumbers<KIND>{codes});
+        write_counts<kind_of(SOURCE), 0>(to, PanelNumbers<kind_of(SOURCE)>{codes});
 }
 
 // INPUTS of a scale.
@@ -379,49 +414,51 @@ INLINE void cached_tile_of(int64_t rows, const Sums& to, int64_t groups, const N
 }
 
 // Rows of a panel.
-template <int KIND>
-__attribute__((noinline)) void whole_panel(const uint8_t* panel, int64_t inputs, const Sums& to, const WholeRows& x, int64_t rows) {
-    constexpr BlockShape SHAPE = BLOCK_SHAPES[KIND];
-    if constexpr (BY_DIGITS<KIND>)
-        if (rows == 1) return digit_row<KIND>(panel, inputs, to, x);
-    if constexpr (KIND == Q8_0)
-        if (rows == 1) return byte_row(panel, inputs, to, x);
-    constexpr int INPUTS = SHAPE.is_halved ? 16 : 32, LINE = 32 / INPUTS * PANEL;
+template <int SOURCE>
+__attribute__((noinline)) void whole_panel(const Linear& map, int64_t number, const Sums& to, const WholeRows& x, int64_t rows) {
+    if constexpr (BY_DIGITS<kind_of(SOURCE)>)
+        if (rows == 1) return digit_row<SOURCE>(map, number, to, x);
+    if constexpr (kind_of(SOURCE) == Q8_0)
+        if (rows == 1) return byte_row<SOURCE>(map, number, to, x);
+    constexpr int INPUTS = step_of(SOURCE), LINE = 32 / INPUTS * PANEL;
     static thread_local NumberCache cache;
-    const int64_t all = inputs / 32, most = CACHED_INPUTS / 32, blocks = (rows + MOST_CACHED_ROWS - 1) / MOST_CACHED_ROWS;
+    const CodePanel<SOURCE> panel(map, number);
+    const int64_t all = map.inputs / 32, most = CACHED_INPUTS / 32, blocks = (rows + MOST_CACHED_ROWS - 1) / MOST_CACHED_ROWS;
     for (int64_t from = 0; from < all; from += most) {
         const int64_t groups = all - from < most ? all - from : most;
         for (int64_t group = 0; group < groups; group++) {
-            const uint8_t* codes = panel + SHAPE.group(from + group);
-            fetch_group(codes, SHAPE.group_size());
-            write_numbers<KIND>(cache.numbers + group * 32 * PANEL, codes);
-            read_group_scales<KIND>(cache.scales + group * LINE, cache.minima + group * LINE, panel, from + group);
+            const uint8_t* codes = panel.codes(from + group);
+            fetch_group<SOURCE>(codes);
+            write_numbers<SOURCE>(cache.numbers + group * 32 * PANEL, codes);
+            read_group_scales(cache.scales + group * LINE, cache.minima + group * LINE, panel, from + group);
         }
         for (int64_t i = 0; i < blocks; i++) {
             const int64_t first = rows * i / blocks;
             Sums some = to.from(first, 0);
             some.is_first = from == 0;
             if (from + groups < all) some.results = Results{};
-            cached_tile_of<MOST_CACHED_ROWS, INPUTS, SHAPE.has_minima>(rows * (i + 1) / blocks - first, some, groups,
-                                                                       x.numbers + first * all + from, all, cache);
+            cached_tile_of<MOST_CACHED_ROWS, INPUTS, has_minima(SOURCE)>(rows * (i + 1) / blocks - first, some, groups,
+                                                                         x.numbers + first * all + from, all, cache);
         }
     }
 }
 
-INLINE void sum_whole_panel(int64_t kind, const uint8_t* panel, int64_t inputs, const Sums& to, const WholeRows& x, int64_t rows) {
-    switch (kind) {
-        case Q4_0: return whole_panel<Q4_0>(panel, inputs, to, x, rows);
-        case Q4_1: return whole_panel<Q4_1>(panel, inputs, to, x, rows);
-        case Q5_0: return whole_panel<Q5_0>(panel, inputs, to, x, rows);
-        case Q5_1: return whole_panel<Q5_1>(panel, inputs, to, x, rows);
-        case Q8_0: return whole_panel<Q8_0>(panel, inputs, to, x, rows);
-        case Q4_K: return whole_panel<Q4_K>(panel, inputs, to, x, rows);
-        case Q5_K: return whole_panel<Q5_K>(panel, inputs, to, x, rows);
-        case Q6_K: return whole_panel<Q6_K>(panel, inputs, to, x, rows);
-        case IQ4_NL: return whole_panel<IQ4_NL>(panel, inputs, to, x, rows);
-        case IQ4_XS: return whole_panel<IQ4_XS>(panel, inputs, to, x, rows);
-        case MXFP4: return whole_panel<MXFP4>(panel, inputs, to, x, rows);
-        default: return whole_panel<NVFP4>(panel, inputs, to, x, rows);
+INLINE void sum_whole_panel(const Linear& map, int64_t panel, const Sums& to, const WholeRows& x, int64_t rows) {
+    switch (source_of(map, panel)) {
+        case Q4_0: return whole_panel<Q4_0>(map, panel, to, x, rows);
+        case Q4_1: return whole_panel<Q4_1>(map, panel, to, x, rows);
+        case Q5_0: return whole_panel<Q5_0>(map, panel, to, x, rows);
+        case Q5_1: return whole_panel<Q5_1>(map, panel, to, x, rows);
+        case Q8_0: return whole_panel<Q8_0>(map, panel, to, x, rows);
+        case Q4_K: return whole_panel<Q4_K>(map, panel, to, x, rows);
+        case Q5_K: return whole_panel<Q5_K>(map, panel, to, x, rows);
+        case Q6_K: return whole_panel<Q6_K>(map, panel, to, x, rows);
+        case IQ4_NL: return whole_panel<IQ4_NL>(map, panel, to, x, rows);
+        case IQ4_XS: return whole_panel<IQ4_XS>(map, panel, to, x, rows);
+        case MXFP4: return whole_panel<MXFP4>(map, panel, to, x, rows);
+        case NVFP4: return whole_panel<NVFP4>(map, panel, to, x, rows);
+        case CODES_OF_8: return whole_panel<CODES_OF_8>(map, panel, to, x, rows);
+        default: return whole_panel<CODES_OF_4>(map, panel, to, x, rows);
     }
 }
 

@@ -343,6 +343,13 @@ template <int Q, int FORM, typename X, bool ODD_FIRST>
 INLINE void sum_panels(const Linear& map, int64_t panel, const Sums& sums, float* room, const char* x, int64_t stride,
                        const WholeRows* whole, int64_t rows) {
     constexpr bool is_paired = !std::is_same<X, float>::value;
+#if REGISTER == 32
+    if constexpr (FORM == INT8 || FORM == INT4)
+        if (whole) {
+            for (int q = 0; q < Q; q++) sum_whole_panel(map, panel + q, sums.from(0, q), *whole, rows);
+            return;
+        }
+#endif
     if constexpr (FORM == BLOCKS) return sum_block_panels<Q>(map, panel, sums, room + 2 * PANEL, x, stride, whole, rows);
 #ifdef PAIRS
     if constexpr ((FORM == INT8 || FORM == INT4) && is_paired)
@@ -427,7 +434,7 @@ INLINE void run_items(LinearCall& call, int64_t thread) {
     const WholeRows* whole = nullptr;
 #if REGISTER == 32
     static thread_local Room whole_room;
-    const bool has_whole = FORM == BLOCKS && is_widened && has_whole_parts(map);
+    const bool has_whole = FORM >= INT8 && is_widened && has_whole_panels(map);
     float* const place = has_whole ? whole_room.of(WholeRows::floats(call.tile_rows, map.inputs)) : nullptr;
     if (has_whole && !place) {
         call.failed = 1;

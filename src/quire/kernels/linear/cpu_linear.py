@@ -36,10 +36,10 @@ NUMBERS: tuple[WeightForm, ...] = (*FORMS, "blocks")
 """All forms, in the order of ``cpu/linear.h``."""
 DTYPES = (torch.float32, torch.bfloat16)
 AVX2 = 1
-"""Level whose products of blocks and bfloat16 rows are those of whole numbers
+"""Level whose products of codes and bfloat16 rows are those of whole numbers
 (``cpu/linear_digits.h``)."""
-WHOLE_KINDS = frozenset(KINDS) - {"Q2_K", "Q3_K", FLOAT8}
-"""Formats of these blocks."""
+WHOLE_KINDS = (frozenset(KINDS) - {"Q2_K", "Q3_K", FLOAT8}) | {"int8", "int4"}
+"""Formats of these blocks, and forms of these codes."""
 WIDE = 2
 """Level of products in float32 (AVX-512)."""
 TILES = 4
