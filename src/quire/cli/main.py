@@ -202,8 +202,13 @@ def generate(
 @command(app, "chat", "sampling", "engine")
 def chat(
     name: ListedArgument = None,
-    line: Annotated[
-        str | None, typer.Argument(metavar="LINE", help="Answer this line only; - reads it from stdin, as a whole.")
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="LINE",
+            help="Answer this line only, in quotes or not; - reads it from stdin, as a whole.",
+            show_default=False,
+        ),
     ] = None,
     model: ListedOption = None,
     adapter: AdapterOption = None,
@@ -221,7 +226,7 @@ def chat(
     model, chosen = given_model(model, options, name)
     kept = {name: chosen.pop(name) for name in CHAT_OPTIONS if name in chosen}
     fields = _sampling(chosen)
-    text = sys.stdin.read().removesuffix("\n") if line == "-" else line
+    text = sys.stdin.read().removesuffix("\n") if words == ["-"] else " ".join(words) if words else None
     if text is not None and not text.strip():
         raise InvalidArgument("LINE is empty; give a text, or leave it out to talk")
     require_text("LINE", text or "")
