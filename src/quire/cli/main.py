@@ -221,7 +221,7 @@ def chat(
     Each line of a pipe is a turn. If one is refused, the exit code is 2. On a CPU steps have 512
     tokens unless --max-num-batched-tokens is given, so that a bar shows how far a long prompt is.
     """
-    from quire.cli.chat import LocalBackend, TerminalChat, usual_fields
+    from quire.cli.chat import LocalBackend, TerminalChat
 
     model, chosen = given_model(model, options, name)
     kept = {name: chosen.pop(name) for name in CHAT_OPTIONS if name in chosen}
@@ -245,10 +245,8 @@ def chat(
     if "max_num_batched_tokens" not in chosen and resolve_device(chosen.get("device", "auto")).type == "cpu":
         chosen["max_num_batched_tokens"] = PROMPT_STEP
     llm = _load(model, chosen, adapter)
-    templated = llm.tokenizer is not None and bool(llm.tokenizer.chat_templates)
-    usual = usual_fields(llm.config.model, templated=templated)
     system = kept.pop("system", None)
-    talk = TerminalChat(LocalBackend(llm, {**usual, **fields}, **kept), adapter, system)
+    talk = TerminalChat(LocalBackend(llm, fields, **kept), adapter, system)
     if text is not None:
         talk.take_only(text)
         return
