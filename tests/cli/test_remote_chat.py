@@ -522,7 +522,7 @@ def test_a_chat_goes_on_from_its_file(chat_folder: Path, chat_llm: AsyncLLM, tmp
         chat = TerminalChat(backend, None, "Be brief.")
         for line in ("one", "two", f"/save {tmp_path / 'a.quire'}", "three", "four", "/rewind", "five"):
             chat.take(line)
-        said = [turn.answer for turn in chat._branch.turns[2:]]
+        said = [turn.answer for turn in chat._branch.turns]
         length, text = len(chat._session), chat._session.text
         other = TerminalChat(backend)
         for line in (f"/load {tmp_path / 'a.quire'}", "three", "four", "/rewind", "five"):
@@ -536,6 +536,72 @@ def test_a_chat_goes_on_from_its_file(chat_folder: Path, chat_llm: AsyncLLM, tmp
     else:
         with serving(chat_llm) as served:
             told(RemoteBackend(RemoteModel(Link(served.url)), FIELDS))
+
+
+@pytest.mark.parametrize("where", ["here", "there"])
+def test_a_loaded_chat_has_its_turns(chat_folder: Path, chat_llm: AsyncLLM, tmp_path: Path, where: str) -> None:
+    """Its last answer goes on, and turns are taken back, until nothing but the system message is
+    left."""
+
+    def told(backend: Any) -> None:
+        file = tmp_path / "a.quire"
+        chat, other = TerminalChat(backend, None, "Be brief."), TerminalChat(backend)
+        for line in ("one", "two", "/continue", f"/save {file}"):
+            chat.take(line)
+        other.take(f"/load {file}")
+        for lines in (("/continue",), ("/rewind", "three"), ("/again",), ("/drop", "/system Be long.", "four")):
+            for line in lines:
+                chat.take(line)
+                other.take(line)
+            assert other._session.text == chat._session.text
+            assert said(other) == said(chat)
+        assert [line for line, _ in said(other)] == ["three", "four"]
+        other.take(f"/load {file}")
+        with pytest.raises(InvalidArgument, match=r"1\.\.2 turns can be taken back"):
+            other.take("/rewind 3")
+        other.take("/rewind 2")
+        assert len(other._session) == 0
+        other.take("one")
+        assert "Be brief." in other._session.text
+
+    def said(chat: TerminalChat) -> list[tuple[str, str]]:
+        return [(turn.line, turn.answer) for turn in chat._branch.turns]
+
+    if where == "here":
+        with LLM(chat_folder, **OPTIONS) as llm:
+            told(LocalBackend(llm, FIELDS))
+    else:
+        with serving(chat_llm) as served:
+            told(RemoteBackend(RemoteModel(Link(served.url)), FIELDS))
+
+
+def test_loaded_text_that_is_no_such_chat_goes_on(chat_folder: Path, tmp_path: Path) -> None:
+    """It has no turns, as taking one back would lose what stands before or between them."""
+    user, assistant = {"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}
+    with LLM(chat_folder, **OPTIONS) as llm:
+        params = llm.default_params.replace(**FIELDS)
+        chat = TerminalChat(LocalBackend(llm, FIELDS))
+        for number, (text, messages) in enumerate(
+            (
+                ("Some text.", [user]),
+                ("", [user, user]),
+                ("", [user, assistant, assistant, user]),
+                ("", [{**user, "name": "Ann"}]),
+                ("", [{**user, "content": [{"type": "text", "text": "one"}]}]),
+                ("Some text.", []),
+            )
+        ):
+            with llm.session(text) as session:
+                if messages:
+                    session.chat(messages, params)
+                session.save(tmp_path / f"{number}.quire")
+            chat.take(f"/load {tmp_path / f'{number}.quire'}")
+            before = chat._session.text
+            chat.take("/continue")
+            assert len(chat._session.text) > len(before)
+            assert chat._session.text.startswith(before)
+            with pytest.raises(InvalidArgument, match="there are 0 turns to take back"):
+                chat.take("/rewind")
 
 
 def test_an_answer_is_given_again_as_sampling_was_set(plain_folder: Path) -> None:

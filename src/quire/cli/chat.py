@@ -43,7 +43,7 @@ HELP = """\
 /again         take back the last answer, and answer that line once more
 /continue      go on with an answer that was cut or interrupted
 /rewind [N]    take back the last N turns (yours and the answer) of this chat, or the last one; text that was
-               loaded has no turns
+               loaded has no turns, unless it is such a chat
 /drop N        forget the N oldest turns, or the oldest one, when the context is full; text that was loaded goes first
 /edit OLD => NEW  replace a text that occurs once, in a line or an answer; what follows is run again
 /text          the whole text of this conversation
@@ -104,7 +104,7 @@ class ChatBranch:
     session: Session
     turns: list[TypedTurn] = field(default_factory=list)
     loaded: bool = False
-    """Whether it began with a state file. The file's text is no turn."""
+    """Whether it began with text that was loaded and is no turn."""
     system: str | None = None
     """The system message."""
     rebuilt: bool = False
@@ -340,15 +340,17 @@ class TerminalChat:
 
     def _continue(self, _: str) -> None:
         branch = self._branch
-        if not branch.turns or branch.rebuilt:
+        if branch.rebuilt or not (branch.turns or branch.loaded):
             why = (
-                "the conversation was computed anew since its last answer" if branch.turns else "there is no answer yet"
+                "the conversation was computed anew since its last answer"
+                if branch.rebuilt
+                else "there is no answer yet"
             )
             raise InvalidArgument(f"/continue: {why}; type a line")
-        turn = branch.turns[-1]
 
         def keep(more: str) -> None:
-            branch.turns[-1] = replace(turn, answer=turn.answer + more)
+            for turn in branch.turns[-1:]:  # none: what was loaded goes on
+                branch.turns[-1] = replace(turn, answer=turn.answer + more)
 
         self._answer(None, keep)
 
@@ -518,10 +520,11 @@ class TerminalChat:
 
     def _enter(self, session: Session, name: str) -> None:
         """Go on in a session that was made elsewhere."""
-        text = session.text
+        text, found = session.text, turns_of(session)
+        system, turns = (None, []) if found is None else found
         while name in self._branches:
             name += "'"
-        self._branches[name], self._name = ChatBranch(session, loaded=True), name
+        self._branches[name], self._name = ChatBranch(session, turns, found is None, system), name
         if len(text) > SHOWN:
             self._say(f"[{len(text) - SHOWN:,} characters before; /text shows them]")
         self._say(text[-SHOWN:])
@@ -613,6 +616,21 @@ def _value(text: str) -> Any:
 def question(line: str, system: str | None) -> list[dict[str, str]]:
     """Return a line as messages for a chat template, behind the system message if there is one."""
     return [*messages_of([], system), {"role": "user", "content": line}]
+
+
+def turns_of(session: Session) -> tuple[str | None, list[TypedTurn]] | None:
+    """Return the system message and the turns of a session that is a chat of a system message, if
+    any, lines and answers; None for any other."""
+    messages = list(session.messages) if session.chat_start == 0 else []
+    if any(one.keys() != {"role", "content"} or not isinstance(one["content"], str) for one in messages):
+        return None
+    system = messages.pop(0)["content"] if messages and messages[0]["role"] == "system" else None
+    lines, answers = messages[::2], messages[1::2]
+    if not messages or [one["role"] for one in messages] != ["user", "assistant"] * len(lines):
+        return None
+    return system, [
+        TypedTurn(one["content"], other["content"], None) for one, other in zip(lines, answers, strict=True)
+    ]
 
 
 def messages_of(turns: Sequence[TypedTurn], system: str | None = None) -> list[dict[str, str]]:

@@ -265,6 +265,17 @@ class RemoteSession:
         return str(self._call("GET")["text"] or "")
 
     @property
+    def chat_start(self) -> int | None:
+        """Return the number of tokens before the first message of its chat; None without one."""
+        found: int | None = self._call("GET", "?tokens=false")["chat_start"]
+        return found
+
+    @property
+    def messages(self) -> list[Mapping[str, Any]]:
+        """Return the messages of its chat."""
+        return list(self._call("GET")["messages"])
+
+    @property
     def pages(self) -> tuple[int, int]:
         """Numbers of its pages and of the shared ones among them."""
         found = self._call("GET", "?tokens=false")
