@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import io
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from tests.server.conftest import (
 from quire import LLM, AsyncLLM
 from quire.base.errors import InvalidArgument, NotFound, QuireError, ResourceExhausted, Unsupported
 from quire.cli import main as cli
-from quire.cli.chat import LocalBackend, TerminalChat, usual_fields
+from quire.cli.chat import LocalBackend, TerminalChat, chat_fields, usual_fields
 from quire.cli.client import BrokenAnswer, HttpFailure
 from quire.cli.remote_chat import Link, RemoteBackend, RemoteModel, run_remote_chat
 from quire.server.http.settings import ServerSettings
@@ -98,7 +99,21 @@ LINES = [
     "/set",
     "/set nonsense 1",
     "/set temperature hot",
-    "/set temperature",
+    "/set temperature null",
+    "/set min_tokens 14",
+    "/set max_tokens 20",
+    "/set min_tokens 14",
+    "/set max_tokens 13",
+    '/set stop ["ä", "never"]',
+    "/set",
+    "/set stop default",
+    "/set min_tokens default",
+    "/set max_tokens default",
+    "/set max_tokens 12",
+    "/set temperature 0.5",
+    "/set temperature default",
+    "/set top_k",
+    "/set temperature 0",
     "/system",
     "/system Say little.",
     "class Heap:",
@@ -507,7 +522,7 @@ def test_a_chat_goes_on_from_its_file(chat_folder: Path, chat_llm: AsyncLLM, tmp
         chat = TerminalChat(backend, None, "Be brief.")
         for line in ("one", "two", f"/save {tmp_path / 'a.quire'}", "three", "four", "/rewind", "five"):
             chat.take(line)
-        said = [turn.answer for turn in chat._branch.turns[2:]]
+        said = [turn.answer for turn in chat._branch.turns]
         length, text = len(chat._session), chat._session.text
         other = TerminalChat(backend)
         for line in (f"/load {tmp_path / 'a.quire'}", "three", "four", "/rewind", "five"):
@@ -523,6 +538,72 @@ def test_a_chat_goes_on_from_its_file(chat_folder: Path, chat_llm: AsyncLLM, tmp
             told(RemoteBackend(RemoteModel(Link(served.url)), FIELDS))
 
 
+@pytest.mark.parametrize("where", ["here", "there"])
+def test_a_loaded_chat_has_its_turns(chat_folder: Path, chat_llm: AsyncLLM, tmp_path: Path, where: str) -> None:
+    """Its last answer goes on, and turns are taken back, until nothing but the system message is
+    left."""
+
+    def told(backend: Any) -> None:
+        file = tmp_path / "a.quire"
+        chat, other = TerminalChat(backend, None, "Be brief."), TerminalChat(backend)
+        for line in ("one", "two", "/continue", f"/save {file}"):
+            chat.take(line)
+        other.take(f"/load {file}")
+        for lines in (("/continue",), ("/rewind", "three"), ("/again",), ("/drop", "/system Be long.", "four")):
+            for line in lines:
+                chat.take(line)
+                other.take(line)
+            assert other._session.text == chat._session.text
+            assert said(other) == said(chat)
+        assert [line for line, _ in said(other)] == ["three", "four"]
+        other.take(f"/load {file}")
+        with pytest.raises(InvalidArgument, match=r"1\.\.2 turns can be taken back"):
+            other.take("/rewind 3")
+        other.take("/rewind 2")
+        assert len(other._session) == 0
+        other.take("one")
+        assert "Be brief." in other._session.text
+
+    def said(chat: TerminalChat) -> list[tuple[str, str]]:
+        return [(turn.line, turn.answer) for turn in chat._branch.turns]
+
+    if where == "here":
+        with LLM(chat_folder, **OPTIONS) as llm:
+            told(LocalBackend(llm, FIELDS))
+    else:
+        with serving(chat_llm) as served:
+            told(RemoteBackend(RemoteModel(Link(served.url)), FIELDS))
+
+
+def test_loaded_text_that_is_no_such_chat_goes_on(chat_folder: Path, tmp_path: Path) -> None:
+    """It has no turns, as taking one back would lose what stands before or between them."""
+    user, assistant = {"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}
+    with LLM(chat_folder, **OPTIONS) as llm:
+        params = llm.default_params.replace(**FIELDS)
+        chat = TerminalChat(LocalBackend(llm, FIELDS))
+        for number, (text, messages) in enumerate(
+            (
+                ("Some text.", [user]),
+                ("", [user, user]),
+                ("", [user, assistant, assistant, user]),
+                ("", [{**user, "name": "Ann"}]),
+                ("", [{**user, "content": [{"type": "text", "text": "one"}]}]),
+                ("Some text.", []),
+            )
+        ):
+            with llm.session(text) as session:
+                if messages:
+                    session.chat(messages, params)
+                session.save(tmp_path / f"{number}.quire")
+            chat.take(f"/load {tmp_path / f'{number}.quire'}")
+            before = chat._session.text
+            chat.take("/continue")
+            assert len(chat._session.text) > len(before)
+            assert chat._session.text.startswith(before)
+            with pytest.raises(InvalidArgument, match="there are 0 turns to take back"):
+                chat.take("/rewind")
+
+
 def test_an_answer_is_given_again_as_sampling_was_set(plain_folder: Path) -> None:
     with LLM(plain_folder, **OPTIONS) as llm:
         chat = TerminalChat(LocalBackend(llm, {"temperature": 0, "max_tokens": 6, "ignore_eos": True}))
@@ -536,11 +617,51 @@ def test_an_answer_is_given_again_as_sampling_was_set(plain_folder: Path) -> Non
         chat.take("/set stop ab")
         chat.take("/set top_p 0.5")
         assert chat._backend.fields["stop"] == "ab"
-        for bad in ("/set nonsense 1", "/set top_p 3", "/set top_p hot", "/set top_p"):
+        for bad in ("/set nonsense 1", "/set nonsense", "/set top_p 3", "/set top_p hot"):
             with pytest.raises(InvalidArgument, match=r"nonsense|top_p"):
                 chat.take(bad)
         assert chat._backend.fields["top_p"] == 0.5
         assert "temperature" in chat._completions("/set t")
+
+
+@pytest.mark.parametrize("where", ["here", "there"])
+def test_the_values_in_force_are_shown_and_reset(
+    chat_folder: Path, where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(chat_folder, folder)
+    (folder / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20, "max_new_tokens": 99}')
+
+    def told(backend: Any) -> None:
+        chat = TerminalChat(backend)
+
+        def said(command: str) -> str:
+            capsys.readouterr()
+            chat.take(command)
+            return capsys.readouterr().err
+
+        shown = said("/set").splitlines()
+        assert [line.split()[0] for line in shown] == chat_fields()
+        assert {"temperature 0.6", "top_k 20", "top_p 0.5", "seed null"} <= set(shown)
+        assert said("/set temperature") == "temperature 0.6\n"
+        assert said("/set temperature 0.1") == said("/set temperature") == "temperature 0.1\n"
+        assert said("/set temperature default") == said("/set  temperature ") == "temperature 0.6\n"
+        assert said("/set top_p default") == "top_p 1.0\n"  # without the option that the chat began with
+        with pytest.raises(InvalidArgument, match=r"min_tokens must be in 0\.\.max_tokens"):
+            said("/set max_tokens 3")
+        assert said("/set max_tokens") == "max_tokens 30\n"
+        assert said("/set min_tokens default") == "min_tokens 0\n"
+        assert said("/set max_tokens 3") == "max_tokens 3\n"
+
+    fields = {"top_p": 0.5, "min_tokens": 20, "max_tokens": 30}
+    if where == "here":
+        with LLM(folder, **OPTIONS) as llm:
+            told(LocalBackend(llm, fields))
+    else:
+        served_llm = AsyncLLM(folder, **OPTIONS)
+        with serving(served_llm) as served:
+            told(RemoteBackend(RemoteModel(Link(served.url)), fields))
+        asyncio.run(served_llm.close())
 
 
 def test_text_without_a_template_has_no_system_message(plain_folder: Path) -> None:

@@ -88,6 +88,6 @@ class FakeReplicas:
             data = [one for one in data if str(one["id"]) > given.get("after", "")]
             page = data[: min(int(given["limit"]), self.page)]
             return 200, JSON, [json.dumps({"data": page, "has_more": len(data) > len(page)}).encode()]
-        if call.body and json.loads(call.body).get("stream"):
+        if b'"stream"' in call.body and json.loads(call.body)["stream"]:
             return 200, EVENTS, [b"data: 1\n\n", b"data: 2\n\n"]
         return 200, JSON, [json.dumps({"by": name}).encode()]

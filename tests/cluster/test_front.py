@@ -54,6 +54,15 @@ def test_prompts_go_where_their_beginnings_are(run: Run) -> None:
     run(FakeReplicas("a", "b"), story)
 
 
+def test_a_body_that_cannot_be_read_goes_to_a_replica_which_refuses_it(run: Run) -> None:
+    async def story(front: Front, client: httpx.AsyncClient) -> None:
+        for body in (b"{", b"[]", b'{"a":' * 5000 + b"1" + b"}" * 5000):
+            answer = await client.post("/v1/completions", content=body)
+            assert answer.json()["by"] == "a"
+
+    run(FakeReplicas("a"), story)
+
+
 def test_a_conversation_s_next_turn_begins_with_the_last_one() -> None:
     turns = [{"role": "user", "content": LONG}, {"role": "assistant", "content": "1"}, {"role": "user", "content": "2"}]
     body = {"model": "m", "tools": [{"type": "function"}]}

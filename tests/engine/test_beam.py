@@ -28,6 +28,7 @@ from quire import LLM, BeamSearchParams, FailedPrecondition, InvalidArgument, No
 from quire.base.outputs import BeamSearchOutput
 from quire.engine.beam import BeamSearch, best_continuations, search
 from quire.sampling.token_logprobs import logprobs_of, top_logprobs
+from quire.text.detokenizer import IncrementalDetokenizer
 
 PROMPT = random_tokens(12)
 Found = list[tuple[list[int], float]]
@@ -321,6 +322,20 @@ def test_what_does_not_fit_is_refused(make_llm: MakeLLM, llama: Checkpoint) -> N
 def test_bad_parameters(field: str, value: Any) -> None:
     with pytest.raises(InvalidArgument, match=field):
         BeamSearchParams(**{"beam_width": 2, field: value})
+
+
+def test_stop_strings_are_looked_for_in_new_text_only(python_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    push, counts = IncrementalDetokenizer.push, list[int]()
+
+    def counted(detokenizer: IncrementalDetokenizer, token_id: int) -> str:
+        counts[-1] += 1
+        return push(detokenizer, token_id)
+
+    monkeypatch.setattr(IncrementalDetokenizer, "push", counted)
+    for length in (12, 48):
+        counts.append(0)
+        python_llm.beam_search("def f(x):\n", beams(2, length, stop="never to be seen", ignore_eos=True))
+    assert counts[1] <= 4 * counts[0]
 
 
 def test_text_and_stop_strings(python_llm: LLM) -> None:

@@ -308,6 +308,20 @@ def test_text_status_and_fingerprint(mixed: TinyCheckpoint, mixed_file: Path, ca
         llm.load_session(mixed.path.parent / "state.quire")
 
 
+def test_the_file_s_sampling_defaults_count(mixed: TinyCheckpoint, mixed_file: Path, tmp_path: Path) -> None:
+    keys = {"temp": 0.25, "top_k": 20, "top_p": 0.75, "min_p": 0.125, "penalty_repeat": 1.5, "mirostat": 2}
+    sampling = {f"general.sampling.{name}": value for name, value in keys.items()}
+    file = write_gguf(mixed.path, tmp_path / "sampling.gguf", changes=sampling)
+    stated = SamplingParams(temperature=0.25, top_k=20, top_p=0.75, min_p=0.125, repetition_penalty=1.5)
+    for path, chosen, defaults in (
+        (mixed_file, None, SamplingParams()),
+        (file, None, stated),
+        (file, {"top_k": 5}, stated.replace(top_k=5)),
+    ):
+        with LLM(str(path), kv_cache_memory="16MiB", max_model_len=64, override_generation_config=chosen) as llm:
+            assert llm.default_params == defaults
+
+
 @pytest.mark.skipif(bool(native_problem()), reason=native_problem())
 def test_most_of_the_blocks_decide_the_dtype_where_bfloat16_is_slow(
     mixed: TinyCheckpoint, mixed_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

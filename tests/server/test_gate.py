@@ -20,7 +20,8 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from quire import AsyncLLM
-from quire.server.http.bodies import MAX_DEPTH, check_json
+from quire.base.signatures import MAX_NESTING
+from quire.server.http.bodies import check_json
 from quire.server.http.errors import ApiError
 from quire.server.http.gate import Gate, GateMiddleware, KeyPortions
 from quire.server.http.settings import ServerSettings
@@ -153,9 +154,9 @@ def nested(depth: int) -> bytes:
 
 
 def test_nesting() -> None:
-    for depth in (0, 1, MAX_DEPTH - 1, MAX_DEPTH):
+    for depth in (0, 1, MAX_NESTING - 1, MAX_NESTING):
         check_json(nested(depth))
-    for depth in (MAX_DEPTH + 1, 1000, 100_000):
+    for depth in (MAX_NESTING + 1, 1000, 100_000):
         with pytest.raises(ApiError) as caught:
             check_json(nested(depth))
         assert (caught.value.status, caught.value.code) == (400, "invalid_json")

@@ -11,14 +11,14 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import httpx
 import numpy as np
 import pytest
 from tests.documents import unpacked
 
-from quire import AsyncLLM, SamplingParams
+from quire import LLM, AsyncLLM, FailedPrecondition, SamplingParams
 from quire.contracts.views import OWNER_NAMES
 from quire.server.http.settings import ServerSettings
 from quire_inspector.routes import state_events
@@ -317,6 +317,32 @@ def test_events(served: Served) -> None:
             assert time.monotonic() - began > state_events.PERIOD * 0.9
         wait_for(lambda: listening(served)._listeners == 0)
         assert listening(served)._task is None, "nobody looks for nobody"
+
+
+def test_the_head_of_events_waits_for_none(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StateEvents, "_watch", lambda self: asyncio.Event().wait())
+    monkeypatch.setattr(state_events, "QUIET", 3600.0)
+    answer = served.client.head("/v1/state/events")
+    assert (answer.status_code, answer.content) == (200, b"")
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    wait_for(lambda: listening(served)._listeners == 0)
+
+
+def test_a_state_that_cannot_be_read_any_more_is_the_last_event(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(llm: LLM) -> NoReturn:
+        raise FailedPrecondition("no state today")
+
+    with served.client.stream("GET", "/v1/state/events") as stream:
+        lines = stream.iter_lines()
+        events(lines, 1)
+        monkeypatch.setattr(state_events, "_event", broken)
+        with session(served.client, prompt="def h"):
+            left = [line for line in lines if line]
+    assert left[-2] == "event: error"
+    assert "no state today" in left[-1]
+    wait_for(lambda: listening(served)._task is None)
 
 
 def test_quiet_streams_cost_no_reading(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,7 +89,7 @@ def test_a_chat_goes_on_as_if_it_had_not_been_saved(
     change(session)
     session.save(tmp_path / "a.quire")
     loaded = other.load_session(tmp_path / "a.quire")
-    assert loaded.has_chat is session.has_chat
+    assert (loaded.has_chat, loaded.chat_start) == (session.has_chat, session.chat_start)
     assert loaded._live.turns.written() == session._live.turns.written()
     assert loaded.messages == session.messages
     again = other.session_from_bytes(loaded.fork().to_bytes())
@@ -125,7 +125,9 @@ def test_without_a_chat_a_file_is_as_before(chatty: LLM) -> None:
         assert "chat" not in file.names
     loaded = chatty.session_from_bytes(data)
     assert not loaded.has_chat
+    assert loaded.chat_start is None
     wanted = session.chat([user("one")], greedy(3)).prompt_token_ids
+    assert session.chat_start == len(loaded)
     assert loaded.chat([user("one")], greedy(3)).prompt_token_ids == wanted
 
 

@@ -217,7 +217,10 @@ def test_arguments_of_tool_calls_as_json_text() -> None:
     assert call["tool_calls"][0]["function"]["arguments"] == '{"x": "é"}'  # type: ignore[index]
 
 
-@pytest.mark.parametrize("text", ['{"city": "Ro', "{", "[1]", '"a"', "{}}", "[" * 5000, "1" * 5000, "{'a': 1}"])
+NO_ARGUMENTS = ['{"city": "Ro', "{", "[1]", '"a"', "{}}", "[" * 5000, "1" * 5000, "{'a': 1}"]
+
+
+@pytest.mark.parametrize("text", [*NO_ARGUMENTS, *('{"a":' * depth + "1" + "}" * depth for depth in (65, 900, 5000))])
 def test_arguments_that_are_no_object_are_taken(text: str) -> None:
     """What a model wrote comes back in the history: as it is, or ``{}`` for whom it cannot be."""
     call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": text}}]}
@@ -345,6 +348,29 @@ def test_developers_are_systems_where_they_are_unknown() -> None:
 def test_malformed_messages_are_named(messages: Any, found: str) -> None:
     with pytest.raises(InvalidArgument, match=found):
         render_chat(CHATML, messages)
+
+
+@pytest.mark.parametrize("depth", [65, 400, 5000])
+def test_what_nests_too_deeply_is_named(depth: int) -> None:
+    def nested(levels: int, value: Any) -> Any:
+        for level in range(levels):
+            value = [value] if level % 2 else {"a": value}
+        return value
+
+    tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(saved("sentencepiece")), chat_templates={"default": CHATML})
+    deep, deepest = nested(depth, 1), nested(62, 1)
+    calls = [{"function": {"name": "f", "arguments": deep}}]
+    for messages, tools, variables, where in (
+        ([USER, {**USER, "more": deep}], None, {}, "messages.1"),
+        ([{**USER, "content": [{"type": "text", "text": "a", "more": deep}]}], None, {}, "messages.0"),
+        ([USER, {"role": "assistant", "tool_calls": calls}], None, {}, "messages.1"),
+        ([USER], [{"type": "function", "function": {"name": "f", "parameters": deep}}], {}, "tools"),
+        ([USER], None, {"documents": [deep]}, "documents"),
+    ):
+        with pytest.raises(InvalidArgument, match="nests more than 64 lists and objects in each other") as caught:
+            encode_chat(tokenizer, messages, variables, tools=tools)
+        assert caught.value.field == where
+    assert encode_chat(tokenizer, [{**USER, "more": deepest}], {"documents": [deepest]}, tools=[{"a": deepest}])
 
 
 def test_malformed_tools_and_variables_are_named() -> None:

@@ -181,6 +181,37 @@ def test_stop_strings_anywhere_never_leak(kind: str, data: st.DataObject, includ
         assert detokenizer.tokens_before_stop == sum(cover <= start for cover in covered[: detokenizer.num_tokens])
 
 
+@pytest.mark.turns(2)
+@pytest.mark.parametrize("kind", KINDS)
+@settings(deadline=None)
+@given(data=st.data(), include=st.booleans())
+def test_a_fork_goes_on_by_itself(kind: str, data: st.DataObject, include: bool) -> None:
+    tok = tokenizer(kind)
+    ids, other = data.draw(ids_of(tok)), data.draw(ids_of(tok))
+    first = data.draw(st.integers(0, len(ids)))
+    cut = data.draw(st.integers(first, len(ids)))
+    prompt, output, rest = ids[:first], ids[first:cut], ids[cut:]
+    stops = data.draw(st.lists(st.text(min_size=1, max_size=2), max_size=3))
+
+    def fresh() -> IncrementalDetokenizer:
+        return IncrementalDetokenizer(tok, prompt, stop=stops, include_stop_str_in_output=include)
+
+    def told(detokenizer: IncrementalDetokenizer, given: list[int]) -> tuple[str, str | None, int]:
+        for token_id in given:
+            if detokenizer.stopped_by is None:
+                detokenizer.push(token_id)
+        detokenizer.finish()
+        return detokenizer.text, detokenizer.stopped_by, detokenizer.tokens_before_stop
+
+    parent = fresh()
+    for token_id in output:
+        if parent.stopped_by is None:
+            parent.push(token_id)
+    fork = parent.fork()
+    assert told(fork, other) == told(fresh(), output + other)
+    assert told(parent, rest) == told(fresh(), output + rest)
+
+
 def longest_beginning(text: str, stops: list[str]) -> int:
     """How many characters at the end of ``text`` begin a stop string without completing it."""
     return max((n for stop in stops for n in range(len(stop)) if text.endswith(stop[:n]) and n <= len(text)), default=0)

@@ -66,6 +66,7 @@ class AsyncSession(Uncopied, AbstractAsyncContextManager["AsyncSession"]):
     exact = shared(Session.exact)
     exact_tokens = shared(Session.exact_tokens)
     has_chat = shared(Session.has_chat)
+    chat_start = shared(Session.chat_start)
     messages = shared(Session.messages)
     last_commit = shared(Session.last_commit)
     number = shared(Session.number)

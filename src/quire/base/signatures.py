@@ -22,6 +22,10 @@ from quire.base.errors import InvalidArgument
 
 T = TypeVar("T")
 
+MAX_NESTING = 64
+"""Most levels of lists and mappings in JSON data: a request's body, a message, the arguments of a
+call."""
+
 Check: TypeAlias = Callable[[Any], Any]
 """Returns the converted value, or raises ``_Mismatch`` with a description of the wrong value."""
 
@@ -117,6 +121,19 @@ def require_bool(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise InvalidArgument(field=name, given=value, allowed=_WORDS[bool])
     return value
+
+
+def require_nesting(name: str, value: object) -> None:
+    """Raise ``InvalidArgument`` for a value of more than ``MAX_NESTING`` levels, which functions
+    that call themselves could not walk."""
+    left = [(value, 0)]
+    while left:
+        one, levels = left.pop()
+        if not isinstance(one, Mapping | list | tuple):
+            continue
+        if levels == MAX_NESTING:
+            raise InvalidArgument(f"{name} nests more than {MAX_NESTING} lists and objects in each other", field=name)
+        left += [(part, levels + 1) for part in (one.values() if isinstance(one, Mapping) else one)]
 
 
 def require_text(name: str, value: object) -> bytes:

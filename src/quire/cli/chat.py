@@ -38,11 +38,12 @@ HELP = """\
 /switch NAME   go on in another copy
 /new [NAME]    begin an empty conversation; the others stay
 /system [TEXT] give the conversation a system message, or show it; what was said is run again under it
-/set [FIELD VALUE]  sample further answers so, as in /set temperature 0.7; without a field, show what is set
+/set [FIELD [VALUE]]  sample further answers so, as in /set temperature 0.7; the value default takes that back;
+               without a value show the field's, without a field those of all fields
 /again         take back the last answer, and answer that line once more
 /continue      go on with an answer that was cut or interrupted
 /rewind [N]    take back the last N turns (yours and the answer) of this chat, or the last one; text that was
-               loaded has no turns
+               loaded has no turns, unless it is such a chat
 /drop N        forget the N oldest turns, or the oldest one, when the context is full; text that was loaded goes first
 /edit OLD => NEW  replace a text that occurs once, in a line or an answer; what follows is run again
 /text          the whole text of this conversation
@@ -103,7 +104,7 @@ class ChatBranch:
     session: Session
     turns: list[TypedTurn] = field(default_factory=list)
     loaded: bool = False
-    """Whether it began with a state file. The file's text is no turn."""
+    """Whether it began with text that was loaded and is no turn."""
     system: str | None = None
     """The system message."""
     rebuilt: bool = False
@@ -130,8 +131,15 @@ class Backend(Protocol):
 
     templated: bool
     """Whether the model has a chat template."""
-    fields: dict[str, Any]
-    """The fields of sampling that were chosen. The model's defaults count for the others."""
+    usual: Mapping[str, Any]
+    """The defaults of a chat that differ from the model's."""
+    fields: Mapping[str, Any]
+    """These and the fields of sampling that were chosen. The model's defaults count for the
+    others."""
+
+    def params(self, fields: Mapping[str, Any]) -> SamplingParams:
+        """Return the parameters of an answer that these fields give. ``InvalidArgument`` for wrong
+        values, and for values that do not go together."""
 
     def begin(self, turns: Sequence[TypedTurn], adapter: str | None, system: str | None = None) -> Session:
         """Return a new session that holds these turns, behind a system message if there are any."""
@@ -159,14 +167,15 @@ class LocalBackend:
     def __init__(self, llm: LLM, fields: Mapping[str, Any], *, window: int | None = None, sink: int = 0) -> None:
         """``fields``: of ``SamplingParams``. ``window`` and ``sink`` are those of
         ``LLM.session``."""
-        self._llm, self.fields = llm, dict(fields)
-        self._params()  # Raises ``InvalidArgument`` for wrong values.
-        self._window, self._sink = window, sink
+        self._llm, self._window, self._sink = llm, window, sink
         self.templated = llm.tokenizer is not None and bool(llm.tokenizer.chat_templates)
+        self.usual = usual_fields(llm.config.model, templated=self.templated)
+        self.fields: Mapping[str, Any] = {**self.usual, **fields}
+        self.params(self.fields)  # Raises ``InvalidArgument`` for wrong values.
         self.load_session, self.checkout, self.log, self.status = llm.load_session, llm.checkout, llm.log, llm.status
 
-    def _params(self) -> SamplingParams:
-        return self._llm.default_params.replace(**self.fields)
+    def params(self, fields: Mapping[str, Any]) -> SamplingParams:
+        return self._llm.default_params.replace(**fields)
 
     def begin(self, turns: Sequence[TypedTurn], adapter: str | None, system: str | None = None) -> Session:
         session = self._llm.session(adapter=adapter, window=self._window, sink=self._sink)
@@ -182,15 +191,16 @@ class LocalBackend:
         return session
 
     def answer(self, session: Session, line: str | None, system: str | None = None) -> Iterator[AnswerPiece]:
+        params = self.params(self.fields)
         if line is None:
-            deltas = session.stream(self._params())
+            deltas = session.stream(params)
         elif self.templated:
-            deltas = session.stream_chat(question(line, system), self._params())
+            deltas = session.stream_chat(question(line, system), params)
         else:
             before = len(session)
             session.append(text=line + "\n")
             try:
-                deltas = session.stream(self._params())
+                deltas = session.stream(params)
             except QuireError:
                 session.rewind(to=before)
                 raise
@@ -330,15 +340,17 @@ class TerminalChat:
 
     def _continue(self, _: str) -> None:
         branch = self._branch
-        if not branch.turns or branch.rebuilt:
+        if branch.rebuilt or not (branch.turns or branch.loaded):
             why = (
-                "the conversation was computed anew since its last answer" if branch.turns else "there is no answer yet"
+                "the conversation was computed anew since its last answer"
+                if branch.rebuilt
+                else "there is no answer yet"
             )
             raise InvalidArgument(f"/continue: {why}; type a line")
-        turn = branch.turns[-1]
 
         def keep(more: str) -> None:
-            branch.turns[-1] = replace(turn, answer=turn.answer + more)
+            for turn in branch.turns[-1:]:  # none: what was loaded goes on
+                branch.turns[-1] = replace(turn, answer=turn.answer + more)
 
         self._answer(None, keep)
 
@@ -431,16 +443,20 @@ class TerminalChat:
         self._say(f"{len(branch.session)} tokens" if branch.turns else "it comes before your first line")
 
     def _set(self, text: str) -> None:
-        name, _, value = text.partition(" ")
-        fields = self._backend.fields
-        if name and value.strip():
-            fields[name] = sampling_field(name, value.strip())
-        elif name:
-            raise InvalidArgument(f"/set {name}: a value is missing; /set temperature 0.7 is an example")
-        chosen = {name: value for name, value in fields.items() if value is not None}
-        self._say(
-            ", ".join(f"{name} {value}" for name, value in sorted(chosen.items())) or "the model's defaults count"
-        )
+        name, _, value = (part.strip() for part in text.partition(" "))
+        backend, names = self._backend, chat_fields()
+        if name and name not in names:
+            raise InvalidArgument(f"/set {name[:60]!r}: there are {', '.join(names)}")
+        fields = dict(backend.fields)
+        if value == "default":
+            fields.pop(name, None)
+            fields = {**backend.usual, **fields}
+        elif value:
+            fields[name] = _value(value)
+        params = backend.params(fields)
+        backend.fields = fields
+        for one in [name] if name else names:
+            self._say(f"{one} {json.dumps(getattr(params, one), ensure_ascii=False)}")
 
     def _switch(self, name: str) -> None:
         if name not in self._branches:
@@ -504,10 +520,11 @@ class TerminalChat:
 
     def _enter(self, session: Session, name: str) -> None:
         """Go on in a session that was made elsewhere."""
-        text = session.text
+        text, found = session.text, turns_of(session)
+        system, turns = (None, []) if found is None else found
         while name in self._branches:
             name += "'"
-        self._branches[name], self._name = ChatBranch(session, loaded=True), name
+        self._branches[name], self._name = ChatBranch(session, turns, found is None, system), name
         if len(text) > SHOWN:
             self._say(f"[{len(text) - SHOWN:,} characters before; /text shows them]")
         self._say(text[-SHOWN:])
@@ -588,22 +605,32 @@ def chat_fields() -> list[str]:
     return sorted(declarations_on(SamplingParams, Surface.COMMAND))
 
 
-def sampling_field(name: str, text: str) -> Any:
-    """Return the value of a field of sampling, as JSON says it or as text. ``InvalidArgument``
-    names what is accepted."""
-    if name not in chat_fields():
-        raise InvalidArgument(f"/set {name[:60]!r}: there are {', '.join(chat_fields())}")
+def _value(text: str) -> Any:
+    """Return a value as JSON says it, or as text."""
     try:
-        value = json.loads(text)
+        return json.loads(text)
     except ValueError:
-        value = text
-    SamplingParams(**{name: value})
-    return value
+        return text
 
 
 def question(line: str, system: str | None) -> list[dict[str, str]]:
     """Return a line as messages for a chat template, behind the system message if there is one."""
     return [*messages_of([], system), {"role": "user", "content": line}]
+
+
+def turns_of(session: Session) -> tuple[str | None, list[TypedTurn]] | None:
+    """Return the system message and the turns of a session that is a chat of a system message, if
+    any, lines and answers; None for any other."""
+    messages = list(session.messages) if session.chat_start == 0 else []
+    if any(one.keys() != {"role", "content"} or not isinstance(one["content"], str) for one in messages):
+        return None
+    system = messages.pop(0)["content"] if messages and messages[0]["role"] == "system" else None
+    lines, answers = messages[::2], messages[1::2]
+    if not messages or [one["role"] for one in messages] != ["user", "assistant"] * len(lines):
+        return None
+    return system, [
+        TypedTurn(one["content"], other["content"], None) for one, other in zip(lines, answers, strict=True)
+    ]
 
 
 def messages_of(turns: Sequence[TypedTurn], system: str | None = None) -> list[dict[str, str]]:

@@ -202,8 +202,13 @@ def generate(
 @command(app, "chat", "sampling", "engine")
 def chat(
     name: ListedArgument = None,
-    line: Annotated[
-        str | None, typer.Argument(metavar="LINE", help="Answer this line only; - reads it from stdin, as a whole.")
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="LINE",
+            help="Answer this line only, in quotes or not; - reads it from stdin, as a whole.",
+            show_default=False,
+        ),
     ] = None,
     model: ListedOption = None,
     adapter: AdapterOption = None,
@@ -216,12 +221,12 @@ def chat(
     Each line of a pipe is a turn. If one is refused, the exit code is 2. On a CPU steps have 512
     tokens unless --max-num-batched-tokens is given, so that a bar shows how far a long prompt is.
     """
-    from quire.cli.chat import LocalBackend, TerminalChat, usual_fields
+    from quire.cli.chat import LocalBackend, TerminalChat
 
     model, chosen = given_model(model, options, name)
     kept = {name: chosen.pop(name) for name in CHAT_OPTIONS if name in chosen}
     fields = _sampling(chosen)
-    text = sys.stdin.read().removesuffix("\n") if line == "-" else line
+    text = sys.stdin.read().removesuffix("\n") if words == ["-"] else " ".join(words) if words else None
     if text is not None and not text.strip():
         raise InvalidArgument("LINE is empty; give a text, or leave it out to talk")
     require_text("LINE", text or "")
@@ -240,10 +245,8 @@ def chat(
     if "max_num_batched_tokens" not in chosen and resolve_device(chosen.get("device", "auto")).type == "cpu":
         chosen["max_num_batched_tokens"] = PROMPT_STEP
     llm = _load(model, chosen, adapter)
-    templated = llm.tokenizer is not None and bool(llm.tokenizer.chat_templates)
-    usual = usual_fields(llm.config.model, templated=templated)
     system = kept.pop("system", None)
-    talk = TerminalChat(LocalBackend(llm, {**usual, **fields}, **kept), adapter, system)
+    talk = TerminalChat(LocalBackend(llm, fields, **kept), adapter, system)
     if text is not None:
         talk.take_only(text)
         return

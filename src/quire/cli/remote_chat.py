@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import quote
 
 from quire.base.errors import InvalidArgument, NotFound, QuireError
+from quire.base.sampling_fields import Surface, declarations_on
+from quire.base.sampling_params import SamplingParams
 from quire.cli.chat import ANSWER_TOKENS, AnswerPiece, TerminalChat, TypedTurn, messages_of, question, usual_fields
 from quire.cli.client import (
     DONE,
@@ -212,6 +214,17 @@ class RemoteModel:
         found = self.link.numbers("/metrics")
         return {f"num_{name[6:]}": int(value) for name, value in found.items() if name.startswith("quire:pages_")}
 
+    def defaults(self) -> SamplingParams:
+        """Return the parameters of an answer in a chat that gives none."""
+        told = self.link.call("GET", "/props")["default_generation_settings"]["params"]
+        told |= {
+            "top_k": told["top_k"] or -1,
+            "max_tokens": None if told["max_tokens"] == -1 else told["max_tokens"],
+            "repetition_penalty": told["repeat_penalty"],
+        }
+        owns = (own for own, _ in declarations_on(SamplingParams, Surface.GENERATION_CONFIG).values())
+        return SamplingParams(**{own: told[own] for own in owns})
+
     def hold(self, name: str, adapter: str | None) -> RemoteSession:
         """Return the session of that id; ``close`` will delete it."""
         session = RemoteSession(self, name, adapter)
@@ -250,6 +263,17 @@ class RemoteSession:
     def text(self) -> str:
         """Return the text of all tokens."""
         return str(self._call("GET")["text"] or "")
+
+    @property
+    def chat_start(self) -> int | None:
+        """Return the number of tokens before the first message of its chat; None without one."""
+        found: int | None = self._call("GET", "?tokens=false")["chat_start"]
+        return found
+
+    @property
+    def messages(self) -> list[Mapping[str, Any]]:
+        """Return the messages of its chat."""
+        return list(self._call("GET")["messages"])
 
     @property
     def pages(self) -> tuple[int, int]:
@@ -316,14 +340,20 @@ class RemoteBackend:
     ) -> None:
         """``fields``: those of a request's body that say how answers are sampled. ``window`` and
         ``sink`` are those of ``LLM.session``."""
-        self._model, self.fields = model, dict(fields)
-        self._window, self._sink = window, sink
+        self._model, self._window, self._sink = model, window, sink
         self.templated = model.templated
+        self.usual = usual_fields(model.name, templated=model.templated)
+        self.fields: Mapping[str, Any] = {**self.usual, **fields}
         # A chat uses only the part of ``Session`` that ``RemoteSession`` has.
         self.load_session: Callable[[Path], Session] = cast(Any, model.load_session)
         self.checkout: Callable[[str], Session] = cast(Any, model.checkout)
         self.log: Callable[[str], Sequence[SessionCommit]] = cast(Any, model.log)
         self.status = model.status
+
+    def params(self, fields: Mapping[str, Any]) -> SamplingParams:
+        # To a server, null is a field that is not given.
+        given = {name: value for name, value in fields.items() if (name, value) != ("max_tokens", None)}
+        return self._model.defaults().replace(**given)
 
     def begin(self, turns: Sequence[TypedTurn], adapter: str | None, system: str | None = None) -> Session:
         messages = messages_of(turns, system) if turns and self.templated else None
@@ -377,8 +407,7 @@ def run_remote_chat(
     remote = RemoteModel(link, model)
     with closing(remote):
         try:
-            usual = usual_fields(remote.name, templated=remote.templated)
-            backend = RemoteBackend(remote, {**usual, **(sampling or {})}, window=window, sink=sink)
+            backend = RemoteBackend(remote, sampling or {}, window=window, sink=sink)
             chat = TerminalChat(backend, adapter, system)
         except HttpFailure as error:
             if error.status != 405 and (error.status != 404 or error.code is not None):

@@ -450,7 +450,7 @@ def _object(call: Call) -> Mapping[str, Any]:
         return {}
     try:
         found = json.loads(call.body)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -42,13 +42,8 @@ class Hypothesis:
     """Sum of the log-probabilities: float32 each, added in float64."""
     reason: FinishReason | None = None
     stop: str | int | None = None
-
-    def grown(self, entry: TokenLogprobs, reason: FinishReason | None, stop: str | int | None) -> Hypothesis:
-        """Return this one with one token more."""
-        chosen = entry.chosen
-        return Hypothesis(
-            (*self.tokens, chosen.token_id), (*self.logprobs, entry), self.total + chosen.logprob, reason, stop
-        )
+    text: IncrementalDetokenizer | None = None
+    """The text so far, of an unfinished one that a stop string may end."""
 
 
 @dataclass(eq=False, slots=True)
@@ -105,7 +100,7 @@ class BeamSearch:
             self._engine.metrics.prompt_tokens.inc(self._prompt.size)
             first = SessionBranch(tokens=TokenHistory(self._prompt), key=self._key, adapter=self._adapter)
             self._branches.append(first)
-            self._run([Beam(Hypothesis(), first)])
+            self._run([Beam(Hypothesis(text=self._detokenizer() if self._stops else None), first)])
 
     def advance(self) -> None:
         """Continue if all beams have run; an error ends the search and is noted in its result."""
@@ -155,9 +150,8 @@ class BeamSearch:
             if place >= width and len(following) == width:
                 break
             beam = self._beams[row]
-            reason, stop = self._ending(beam.hypothesis, entry.token_id)
-            grown = beam.hypothesis.grown(TokenLogprobs(entry), reason, stop)
-            if reason is None:
+            grown = self._grown(beam.hypothesis, entry)
+            if grown.reason is None:
                 following += [(beam, grown)] if len(following) < width else []
             elif place < width:
                 self._finished.append(grown)
@@ -166,15 +160,26 @@ class BeamSearch:
         self._engine.metrics.generation_tokens.inc(len(self._beams))
         return following
 
-    def _ending(self, hypothesis: Hypothesis, token: int) -> tuple[FinishReason | None, str | int | None]:
-        """Return whether and why a hypothesis ends with this token."""
+    def _grown(self, hypothesis: Hypothesis, entry: RankedLogprob) -> Hypothesis:
+        """Return a hypothesis with one token more, and whether and why it ends with that."""
+        token, text = entry.token_id, hypothesis.text
+        stop: str | int | None = None
         if token in self._ends:
-            return "stop", token
-        if self._stops:
-            stopped = self._read((*hypothesis.tokens, token))[1]
-            if stopped is not None:
-                return "stop", stopped
-        return ("length", None) if len(hypothesis.tokens) + 1 == self._params.max_tokens else (None, None)
+            stop = token
+        elif text is not None:
+            text = text.fork()
+            text.push(token)
+            stop = text.stopped_by
+        is_last = len(hypothesis.tokens) + 1 == self._params.max_tokens
+        reason: FinishReason | None = "stop" if stop is not None else "length" if is_last else None
+        return Hypothesis(
+            (*hypothesis.tokens, token),
+            (*hypothesis.logprobs, TokenLogprobs(entry)),
+            hypothesis.total + entry.logprob,
+            reason,
+            stop,
+            text if reason is None else None,
+        )
 
     def _score(self, hypothesis: Hypothesis) -> float:
         return self._worth(hypothesis.total, len(hypothesis.tokens))
@@ -262,7 +267,7 @@ class BeamSearch:
             shown = tokens
             if isinstance(found.stop, int) and not params.include_stop_str_in_output:
                 shown = tokens[:-1]
-            text = self._read(shown)[0]
+            text = self._read(shown)
             sequences.append(
                 BeamSearchSequence(
                     tokens=ids + tokens,
@@ -285,24 +290,30 @@ class BeamSearch:
             failure=self._error,
         )
 
-    def _read(self, tokens: Sequence[int]) -> tuple[str, str | None]:
-        """Return the text of a continuation, and the stop string that ended it."""
-        if self._engine.tokenizer is None:
-            return "", None
+    def _read(self, tokens: Sequence[int]) -> str:
+        """Return the text of a continuation."""
+        detokenizer = self._detokenizer()
+        if detokenizer is None:
+            return ""
+        for token in tokens:
+            detokenizer.push(token)
+            if detokenizer.stopped_by is not None:
+                break
+        detokenizer.finish()
+        return detokenizer.text
+
+    def _detokenizer(self) -> IncrementalDetokenizer | None:
+        """Return a detokenizer of what follows the prompt; None without a tokenizer."""
         tokenizer, skips = self._engine.tokenizer, self._params.skip_special_tokens
-        detokenizer = IncrementalDetokenizer(
+        if tokenizer is None:
+            return None
+        return IncrementalDetokenizer(
             tokenizer,
             tokenizer.token_bytes.end_of(self._prompt, skip_special_tokens=skips),
             skip_special_tokens=skips,
             stop=self._stops,
             include_stop_str_in_output=self._params.include_stop_str_in_output,
         )
-        for token in tokens:
-            detokenizer.push(token)
-            if detokenizer.stopped_by is not None:
-                break
-        detokenizer.finish()
-        return detokenizer.text, detokenizer.stopped_by
 
 
 def best_continuations(

@@ -154,6 +154,11 @@ class ChatTurns:
         return [turn.message for turn in self._turns]
 
     @property
+    def start(self) -> int | None:
+        """Return the number of tokens before the first turn; None without a chat."""
+        return self._start
+
+    @property
     def least_length(self) -> int:
         """Return the number of tokens that a session with these turns has at least."""
         return max(self._start or 0, *(turn.end for turn in self._turns), 0)

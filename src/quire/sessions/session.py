@@ -209,6 +209,11 @@ class Session(Uncopied):
         return bool(self._live.turns)
 
     @property
+    def chat_start(self) -> int | None:
+        """Return the number of tokens before the first message of its chat; None without one."""
+        return self._live.turns.start
+
+    @property
     def messages(self) -> list[Mapping[str, Any]]:
         """Return the messages that ``chat`` continues, the oldest first. ``FailedPrecondition``
         without a tokenizer, if there are any."""

@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from quire.base.errors import InvalidArgument
+from quire.base.signatures import require_nesting
 
 SURROGATE = re.compile("[\ud800-\udfff]")
 """Half a surrogate pair."""
@@ -68,14 +69,15 @@ def read_calls(calls: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _arguments_of(given: Any) -> Any:
-    """Return arguments as an object; text that is none as it is."""
+    """Return arguments as an object; text that is none, or that nests too deeply, as it is."""
     if given is None or (isinstance(given, str) and (not given or given.isspace())):
         return _Arguments({})
     if isinstance(given, dict):
         return _Arguments(given)
-    # No JSON: it was cut short, or the model made a mistake. The conversation continues.
+    # It was cut short, or the model made a mistake. The conversation continues.
     with suppress(ValueError, RecursionError):
         if isinstance(given, str) and isinstance(found := json.loads(given), dict):
+            require_nesting("arguments", found)
             return _Arguments(found, given)
     return given
 

@@ -53,9 +53,10 @@ def render_chat(
     ``documents=[...]``) are further variables of the template. A list of text parts stays a list
     for a template that walks over parts, and is joined with newlines for others. ``tool_calls``
     whose ``arguments`` are JSON text (as OpenAI's API has them) become objects, which a template
-    may also join with text. Arguments that are no object, as of a call that was cut short, stay
-    text; a template that fails on them gets ``{}``. No content beside calls is ``none`` for a
-    template that asks that, or an empty text if it fails then, and a missing key for others.
+    may also join with text. Arguments that are no object, as of a call that was cut short, or that
+    nest too deeply, stay text; a template that fails on them gets ``{}``. No content beside calls
+    is ``none`` for a template that asks that, or an empty text if it fails then, and a missing key
+    for others.
     "developer" becomes "system" for a template that does not have the word.
 
     ``InvalidArgument``: a text longer than ``text_limit``, as soon as it is; more time than

@@ -8,6 +8,7 @@ tokens before are dropped; if it is not, they stay.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
@@ -40,6 +41,12 @@ class DecoderStream:
         if self._held:
             text = self._decode(self._ids)
             self._damaged = len(text) - len(text.rstrip(REPLACEMENT))
+
+    def fork(self) -> DecoderStream:
+        """Return a copy, for another continuation."""
+        other = copy.copy(self)
+        other._ids = self._ids.copy()
+        return other
 
     def push(self, token_id: int) -> str:
         """Take one token; return the text that is final now."""

@@ -9,6 +9,7 @@ emitted is never taken back.
 from __future__ import annotations
 
 import codecs
+import copy
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
@@ -134,6 +135,15 @@ class IncrementalDetokenizer:
         self._finished = False
         self._stop: str | None = None
         self._stop_start = 0
+
+    def fork(self) -> IncrementalDetokenizer:
+        """Return a copy, for another continuation."""
+        other = copy.copy(self)
+        other._pieces, other._matcher = self._pieces.fork(), copy.copy(self._matcher)
+        other._characters = codecs.getincrementaldecoder("utf-8")("replace")
+        other._characters.setstate(self._characters.getstate())
+        other._token_ends, other._emitted = self._token_ends.copy(), self._emitted.copy()
+        return other
 
     @property
     def text(self) -> str:

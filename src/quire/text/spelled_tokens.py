@@ -22,6 +22,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.base.signatures import require_nesting
 from quire.text.control_tokens import NEVER, finder, place_in
 from quire.text.template_programs import words_of
 from quire.text.tokenizer import Tokenizer
@@ -54,23 +55,30 @@ class SpelledTokens:
         self._cuts = NEVER
 
     def messages(self, messages: Any) -> Any:
-        """Return messages for a template; what is no message stays as it is."""
+        """Return messages for a template; what is no message stays as it is. ``InvalidArgument``
+        for one that nests too deeply."""
         if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence):
             return messages
+        for number, message in enumerate(messages):
+            require_nesting(f"messages.{number}", message)
         return [self.of_role(one.get("role"), one) if isinstance(one, Mapping) else one for one in messages]
 
     def of_role(self, role: Any, value: Any) -> Any:
         """Return a message, or a value of it, with spelled tokens hidden as for this role."""
         return self._hidden(value, self._in_answers if role == "assistant" else self._every)
 
-    def value(self, value: Any) -> Any:
-        """Return texts for a template: tools, documents."""
+    def value(self, value: Any, name: str = "tools") -> Any:
+        """Return texts for a template: tools, documents. ``InvalidArgument`` with their ``name`` if
+        they nest too deeply."""
+        require_nesting(name, value)
         return self._hidden(value, self._every)
 
     def variables(self, variables: Mapping[str, Any]) -> dict[str, Any]:
         """Return variables of a template. The tokenizer's own special tokens stay as they are."""
         own = self._tokenizer.special_tokens
-        return {name: one if name in own and own[name] == one else self.value(one) for name, one in variables.items()}
+        return {
+            name: one if name in own and own[name] == one else self.value(one, name) for name, one in variables.items()
+        }
 
     def shown(self, text: str) -> str:
         """Return a rendered prompt as it reads."""

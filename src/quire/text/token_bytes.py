@@ -16,6 +16,7 @@ steps) is asked for the text of the last tokens, again after each token (``Decod
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -204,6 +205,12 @@ class PieceStream:
             self.push(token_id)
             if not self._is_first and not self._strips:
                 break
+
+    def fork(self) -> PieceStream:
+        """Return a copy, for another continuation."""
+        other = copy.copy(self)
+        other._decoded = None if self._decoded is None else self._decoded.fork()
+        return other
 
     def push(self, token_id: int) -> bytes:
         """Return the bytes that ``token_id`` adds."""

@@ -21,10 +21,9 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, GetCoreSchemaHandler, ValidationError, model_validator
 from pydantic_core import CoreSchema, PydanticCustomError, from_json
 
+from quire.base.signatures import MAX_NESTING
 from quire.server.http.errors import ApiError, bad_field, validation_error
 
-MAX_DEPTH = 64
-"""Most levels of arrays and objects in a JSON body."""
 MAX_CONTAINERS = 50_000
 """Most arrays and objects in a JSON body."""
 MAX_MEMBERS = 50_000
@@ -65,7 +64,7 @@ def check_json(body: bytes) -> None:
     except UnicodeDecodeError as error:
         raise _not_json(f"the body is not UTF-8: byte 0x{body[error.start]:02x} at index {error.start}") from None
     containers = body.count(b"[") + body.count(b"{")
-    if containers <= MAX_DEPTH and body.count(b",") < MAX_VALUES and body.count(b":") <= MAX_MEMBERS:
+    if containers <= MAX_NESTING and body.count(b",") < MAX_VALUES and body.count(b":") <= MAX_MEMBERS:
         return
     # Quotes that are part of a string are written with a backslash.
     text = body.replace(rb"\\", b"").replace(rb"\"", b"")
@@ -84,8 +83,8 @@ def check_json(body: bytes) -> None:
         depths = depth + np.cumsum(steps, dtype=np.int64)
         if depths.size:
             depth = int(depths[-1])
-            if depths.max() > MAX_DEPTH:
-                raise _not_json(f"the body nests more than {MAX_DEPTH} arrays and objects in each other")
+            if depths.max() > MAX_NESTING:
+                raise _not_json(f"the body nests more than {MAX_NESTING} arrays and objects in each other")
     for count, most, what in (
         (values + 1, MAX_VALUES, "values"),
         (containers, MAX_CONTAINERS, "arrays and objects"),

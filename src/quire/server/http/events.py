@@ -78,9 +78,10 @@ def encoded_in_pieces(value: Any, depth: int = _DEPTH) -> bytes:
 class EventStream(Response):
     """A stream of events ``data: {json}``, one for each chunk, then ``data: [DONE]``.
 
-    The answer begins with the first chunk. An error before it is raised, so that it has its own
-    status; a later one becomes the last chunk. The generator of the chunks and the streams that it
-    reads are closed before the call returns, whatever ends the answer.
+    The answer begins with the first chunk, or at once if only its head is asked for. An error
+    before it is raised, so that it has its own status; a later one becomes the last chunk. The
+    generator of the chunks and the streams that it reads are closed before the call returns,
+    whatever ends the answer.
     """
 
     media_type = "text/event-stream"
@@ -105,9 +106,11 @@ class EventStream(Response):
         del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request_id = scope.get("state", {}).get("request_id")
+        state = scope.get("state", {})
         try:
-            sender = await _done_unless_gone(receive, self._send(send, request_id))
+            if state.get("only_head"):
+                await self._chunks.aclose()  # so that there is no chunk to wait for
+            sender = await _done_unless_gone(receive, self._send(send, state.get("request_id")))
         finally:
             await self._chunks.aclose()
             for source in self._sources:
@@ -141,15 +144,15 @@ class EventStream(Response):
 
 
 class NamedEventStream(EventStream):
-    """A stream of events that have their chunks' ``type`` as names. An empty chunk becomes a
-    comment, which shows that the server is there."""
+    """A stream of events that have their chunks' ``type`` as names, or "error". An empty chunk
+    becomes a comment, which shows that the server is there."""
 
     last = b""
 
     def written(self, chunk: Chunk) -> bytes:
         if not chunk:
             return b": nothing new\n\n"
-        return f"event: {chunk['type']}\n".encode() + super().written(chunk)
+        return f"event: {chunk.get('type', 'error')}\n".encode() + super().written(chunk)
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:

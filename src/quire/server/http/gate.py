@@ -350,6 +350,7 @@ async def _only_head(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -
             found.cancel()
             ended.cancel()
 
+    scope["state"]["only_head"] = True
     await app({**scope, "method": "GET"}, received, sent)
 
 

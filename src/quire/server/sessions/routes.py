@@ -341,6 +341,7 @@ async def _summary(context: Context, held: HeldSession) -> dict[str, Any] | None
         "exact": session.exact,
         "exact_tokens": session.exact_tokens,
         "has_chat": session.has_chat,
+        "chat_start": session.chat_start,
         "last_commit": session.last_commit,
         "window": None if session.window is None else dict(zip(("window", "sink"), session.window, strict=True)),
         "in_use": held.busy,
