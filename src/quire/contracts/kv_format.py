@@ -50,24 +50,19 @@ class KVView(Protocol):
     @property
     def format(self) -> str:
         """Name of the format."""
-        ...
 
     @property
     def sizes(self) -> tuple[int, int, int]:
         """H, Dk and Dv."""
-        ...
 
     def keys(self, slots_N: Tensor) -> Tensor:
         """Return K of these slots (int64), fresh: ``[N, H, Dk]``."""
-        ...
 
     def values(self, slots_N: Tensor) -> Tensor:
         """Return V of these slots, fresh: ``[N, H, Dv]``."""
-        ...
 
     def write(self, slots_N: Tensor, k_NHD: Tensor, v_NHD: Tensor | None) -> None:
         """Write rows to distinct slots. ``v_NHD`` is None exactly for a latent layer."""
-        ...
 
 
 class PlainRows(NamedTuple):

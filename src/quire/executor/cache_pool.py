@@ -29,11 +29,9 @@ class PooledCache(SpareStateOwner, Protocol):
 
     def commit_chains(self) -> int:
         """Commit verified chains; return the number of their tokens."""
-        ...
 
     def release(self) -> None:
         """Give the pages back now."""
-        ...
 
 
 class CachePool(BranchOwner):
