@@ -5,8 +5,8 @@ first use. ``docs/executor.md`` shows them.
 
 Where to read: ``executor``, ``llm_executor``: the faces. ``cache`` over ``cache_rows`` and ``row``:
 KV caches; ``cache_pool``: their pages. ``transaction`` over ``row_extension``: one call that
-extends rows. ``verification``, ``acceptance``, ``drafting``: drafts. ``rewinding``, ``replay``:
-going back. ``forward_packing``: rows into forwards.
+extends rows. ``verification``, ``acceptance``, ``drafting``: drafts. ``rewinding``: going
+back. ``forward_packing``: rows into forwards.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from quire.kv.divided_rows import DividedRows, Plane
 from quire.kv.encoders import EncoderPart
 from quire.kv.imports import Import
 from quire.kv.layer_classes import Layer, describe_ids
+from quire.kv.messages import Transfer
 from quire.kv.paged import PagedPart
 from quire.kv.pages import PagePool
 from quire.kv.part import Part
@@ -29,7 +30,6 @@ from quire.kv.recurrent import RecurrentPart, RecurrentStorage
 from quire.kv.rules import RECURRENT_REFUSAL, layer_refusal, refuse_layer
 from quire.kv.sequences import check_integer
 from quire.kv.storage import PagedStorage, StoredSpec, geometry
-from quire.kv.transfer import Transfer
 
 
 class StateParts:

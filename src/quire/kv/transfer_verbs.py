@@ -33,7 +33,7 @@ from quire.contracts.channel import Buffers, Channel
 from quire.contracts.ranks import HandOver
 from quire.kv.exchange import get_layout
 from quire.kv.forward_need import ForwardNeed
-from quire.kv.messages import VERSION, opened, packed
+from quire.kv.messages import VERSION, Transfer, opened, packed
 from quire.kv.metadata_checks import check_layout
 from quire.kv.parts import StateParts
 from quire.kv.position_maps import compressed, expanded
@@ -41,7 +41,6 @@ from quire.kv.reception import Reception
 from quire.kv.send_mark import SendMark
 from quire.kv.sequences import check_integer
 from quire.kv.stored_rows import require_held
-from quire.kv.transfer import Transfer
 
 OFFER_SECONDS = 5.0
 """Most seconds that a sender waits for the receiver's offer, which is sent before its map is."""
