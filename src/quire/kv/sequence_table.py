@@ -223,7 +223,7 @@ class SequenceTable:
             raise InvalidArgument(f"{verb}: the batch is empty; give at least one sequence")
         require_different(seq_ids, f"{verb}: sequence {{}} is in the batch twice")
         return [
-            count if type(count) is int and count > 0 else check_integer(count, f"{verb}: append length", 1)
+            count if count > 0 else check_integer(count, f"{verb}: append length", 1)
             for count in counts
         ]
 
