@@ -222,10 +222,7 @@ class SequenceTable:
         if len(seq_ids) == 0:
             raise InvalidArgument(f"{verb}: the batch is empty; give at least one sequence")
         require_different(seq_ids, f"{verb}: sequence {{}} is in the batch twice")
-        return [
-            count if count > 0 else check_integer(count, f"{verb}: append length", 1)
-            for count in counts
-        ]
+        return [count if count > 0 else check_integer(count, f"{verb}: append length", 1) for count in counts]
 
     # -- room --------------------------------------------------------------------------------------
 
