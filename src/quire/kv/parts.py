@@ -207,12 +207,10 @@ class StateParts:
     # -- kept states -------------------------------------------------------------------------------
 
     def checkpoints(self, seq_id: SeqId) -> list[int]:
-        """See ``contracts.kv_state.KVState``."""
         self.sequences.get(seq_id)
         return [] if self.recurrent is None else self.recurrent.table.kept(seq_id)
 
     def kept_positions(self, seq_id: SeqId) -> list[int]:
-        """See ``contracts.pool_verbs.PoolVerbs``."""
         length = self.sequences.get(seq_id).length
         return sorted({0, length}) if self.recurrent is None else list(self.recurrent.table.slots(seq_id))
 

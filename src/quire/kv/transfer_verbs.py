@@ -222,18 +222,16 @@ def _let_follow(state: StateParts, event: HandOver) -> None:
 
 
 class _Rank0:
-    """The channel of another rank than 0: it has none."""
+    """The ``Channel`` of another rank than 0: it has none."""
 
     def send(self, parts: Buffers) -> None:
-        """See ``contracts.channel.Channel``."""
         raise FailedPrecondition("rank 0 hands over for all ranks")
 
     def receive(self, timeout: float | None = None) -> memoryview | None:
-        """See ``contracts.channel.Channel``."""
         raise FailedPrecondition("rank 0 hands over for all ranks")
 
     def close(self) -> None:
-        """See ``contracts.channel.Channel``."""
+        pass
 
 
 _RANK_0 = _Rank0()
