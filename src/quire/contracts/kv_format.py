@@ -66,7 +66,7 @@ class KVView(Protocol):
 
 
 class PlainRows(NamedTuple):
-    """Rows of one layer as they were written; over a pool, the ``KVView`` of the plain format."""
+    """Rows of one layer as they were written; over a pool, a ``KVView`` in the plain format."""
 
     k: Tensor
     """``[S, H, Dk]``"""
