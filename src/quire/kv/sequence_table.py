@@ -28,6 +28,7 @@ from quire.kv.forward_need import (
     SlotRange,
     class_need,
     pages_for,
+    slots_in,
     slots_of,
 )
 from quire.kv.pages import NULL_PAGE, PageIds, PagePool, PageTable
@@ -99,9 +100,7 @@ class SequenceTable:
 
     def slots(self, index: int, seq_id: SeqId, rows: Iterable[range]) -> NDArray[np.int64]:
         """Return the slots of these addresses, all held, in class ``index``."""
-        pages = self.get(seq_id).tables[index].pages
-        parts = [slots_of(pages, part.start, part.stop, self.page_size) for part in rows]
-        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+        return slots_in(self.get(seq_id).tables[index].pages, rows, self.page_size)
 
     def reachable(self, sequence: Sequence) -> list[range]:
         """Return the positions that a fork or pop may go to, ascending."""
