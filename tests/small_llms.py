@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from tests.prefix_trees import check_trees
 
 from quire import LLM, SamplingParams
 from quire.base.types import Step
@@ -276,7 +277,7 @@ def check(llm: LLM) -> None:
     engine = engine_of(llm)
     engine.runner.state.check()
     if engine.cache is not None:
-        engine.cache.check()
+        check_trees(engine.cache)
         held = set(engine.runner.state.sequences.ids)
         assert set(engine.cache._entries) <= held
     owned = {session.seq for session in engine.branches.sessions.values() if session.seq is not None}

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.kv.pair import Pair
+from tests.prefix_trees import check_trees
 from tests.small_llms import BYTES_PER_TOKEN, check, engine_of, greedy, make_checkpoint, random_tokens
 
 from quire import LLM
@@ -46,7 +47,7 @@ class Windowed:
     def insert(self, seq: int, tokens: list[int], *, live: bool = False) -> list[int]:
         self.lengths[seq] = len(tokens)
         removed = self.cache.insert(seq, tokens, None, live=live)
-        self.cache.check()
+        check_trees(self.cache)
         return removed
 
 

@@ -44,7 +44,6 @@ from quire.engine.step_builder import Limits
 from quire.executor.drafting import Drafting
 from quire.executor.executor import Executor
 from quire.executor.factory import Choices, Factory, check_devices, check_flash, check_heads, check_length
-from quire.executor.reports import dtype_name
 from quire.kernels.block import native_blocks
 from quire.kernels.cpu_process import keep_freed_memory, limit_threads
 from quire.kernels.draw.triton_draw import fastest_draw
@@ -62,6 +61,7 @@ from quire.kernels.rows.cpu_rows import native_rows
 from quire.kernels.rows.triton_rows import TritonRows
 from quire.kernels.triton_support import attention_problem, triton_problem
 from quire.kv.divided_rows import DividedRows
+from quire.kv.exchange import dtype_name
 from quire.kv.formats import kv_format
 from quire.kv.forward_need import pages_for
 from quire.kv.recurrent import bytes_per_state

@@ -6,7 +6,6 @@ import math
 import threading
 from itertools import pairwise
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,8 +22,6 @@ from quire.base.metrics import (
     Gauge,
     Histogram,
     LabelledCounter,
-    OperationMetrics,
-    OperationSummary,
 )
 
 # The names that are fixed for users, with their types.
@@ -191,15 +188,13 @@ def test_buckets_resolve_the_latencies_of_small_and_large_models() -> None:
 
 
 def test_counting_from_many_threads_loses_nothing() -> None:
-    metrics, operations = EngineMetrics(), OperationMetrics(4)
+    metrics = EngineMetrics()
 
     def work() -> None:
         for _ in range(500):
             metrics.forks.inc()
             metrics.refusals.inc("Unsupported")
             metrics.time_to_first_token.observe(0.25)
-            operations.record_decode(2, 0.5, 2)
-            operations.summary()
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
@@ -209,52 +204,3 @@ def test_counting_from_many_threads_loses_nothing() -> None:
     snapshot = metrics.snapshot()
     assert snapshot["quire:forks_total"] == snapshot["quire:refusals_total"] == 2000
     assert snapshot["quire:time_to_first_token_seconds_sum"] == 500
-    assert operations.summary().decode_operations == 4000
-
-
-# ---------------------------------------------------------------------- operations
-
-
-OPERATIONS = st.lists(
-    st.tuples(st.booleans(), st.integers(1, 8), st.floats(1e-6, 10), st.integers(0, 20)), min_size=1, max_size=40
-)
-
-
-@given(OPERATIONS)
-def test_operations_against_a_tally(calls: list[tuple[bool, int, float, int]]) -> None:
-    metrics = OperationMetrics(8, clock=lambda: 12.5)
-    assert metrics.summary() == OperationSummary()
-    prefill: list[float] = []
-    decode: list[float] = []
-    for is_prefill, sequences, seconds, tokens in calls:
-        if is_prefill:
-            metrics.record_prefill(sequences, seconds)
-            prefill += [seconds] * sequences
-        else:
-            metrics.record_decode(sequences, seconds, tokens)
-            decode += [seconds] * sequences
-    decode_calls = [call for call in calls if not call[0]]
-    got = metrics.summary()
-    assert (got.prefill_operations, got.decode_operations) == (len(prefill), len(decode))
-    assert got.avg_prefill_latency == pytest.approx(1e3 * np.mean(prefill) if prefill else 0.0)
-    assert got.avg_decode_latency == pytest.approx(1e3 * np.mean(decode) if decode else 0.0)
-    assert got.p95_prefill_latency == pytest.approx(1e3 * np.quantile(prefill, 0.95) if prefill else 0.0)
-    assert got.p95_decode_latency == pytest.approx(1e3 * np.quantile(decode, 0.95) if decode else 0.0)
-    assert got.throughput_tps == pytest.approx(sum(c[3] for c in decode_calls) / sum(c[2] for c in calls))
-    assert got.batch_utilization == pytest.approx(np.mean([c[1] for c in decode_calls]) / 8 if decode_calls else 0.0)
-    assert metrics.last_operation == 12.5
-
-
-def test_p95_forgets_what_is_older_than_1000_samples_and_the_mean_does_not() -> None:
-    metrics = OperationMetrics(4096)
-    metrics.record_decode(1000, 9.0, 1000)
-    metrics.record_decode(3000, 1.0, 3000)
-    got = metrics.summary()
-    assert got.p95_decode_latency == 1000.0
-    assert got.avg_decode_latency == pytest.approx((9 + 3) / 4 * 1000)
-
-
-def test_a_call_too_short_to_measure_divides_nothing_by_zero() -> None:
-    metrics = OperationMetrics(1)
-    metrics.record_decode(1, 0.0, 1)
-    assert metrics.summary().throughput_tps == 0.0

@@ -23,10 +23,9 @@ from quire.build import EXECUTOR_FACTORY
 from quire.contracts.executor import AttentionMechanism, ExecutorInputs, TextData, VisionData
 from quire.executor.cache import KVCache
 from quire.executor.executor import Executor
-from quire.executor.forward_packing import Piece
+from quire.executor.forward_packing import Piece, states_needed
 from quire.executor.handle import Handle
 from quire.executor.llm_executor import LlmExecutor
-from quire.executor.replay import states_needed
 from quire.kv.recurrent import bytes_per_state
 
 

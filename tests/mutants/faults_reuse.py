@@ -8,7 +8,7 @@ MUTANTS = (
     Mutant(
         name="what-the-prefix-cache-loses-is-not-told",
         file="branches/prefix_cache.py",
-        old="            self._lost(entry.tokens, entry.key)\n",
+        old="            self._lost(np.concatenate(node.edges()), entry.key)\n",
         new="            pass\n",
         tests=("engine/test_reuse.py::test_evicted",),
     ),

@@ -43,8 +43,8 @@ from quire.base.errors import (
 )
 from quire.statefile import atomic_file
 from quire.statefile import header as state_header
-from quire.statefile.container import TensorSpec, plan_of, read_state, to_bytes, write_state
-from quire.statefile.header import dtypes
+from quire.statefile.container import plan_of, read_state, to_bytes, write_state
+from quire.statefile.header import TensorSpec, dtypes
 
 DOC = (Path(__file__).parents[2] / "docs" / "statefile.md").read_text()
 PREFIX = b'{"__metadata__":{"header_checksum":"'

@@ -23,7 +23,8 @@ LAUNCHER = """
 import os, random, signal, sys, time
 import torch
 from quire.base.errors import NotFound
-from quire.statefile.container import TensorSpec, read_state, write_state
+from quire.statefile.container import read_state, write_state
+from quire.statefile.header import TensorSpec
 
 path, rounds = sys.argv[1], int(sys.argv[2])
 torch.set_num_threads(1)

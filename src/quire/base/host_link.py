@@ -49,7 +49,7 @@ class Streams(Protocol):
 
 
 class CudaStreams:
-    """Streams of a CUDA device, which computes on its default stream."""
+    """``Streams`` of a CUDA device, which computes on its default stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._side: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -61,20 +61,16 @@ class CudaStreams:
             work()
 
     def event(self, *, side: bool) -> Event:
-        """See ``Streams``."""
         found: Event = (self._side if side else self._compute).record_event()
         return found
 
     def side_waits(self, event: Event) -> None:
-        """See ``Streams``."""
         self._side.wait_event(event)
 
     def compute_waits(self, event: Event) -> None:
-        """See ``Streams``."""
         self._compute.wait_event(event)
 
     def pinned(self, nbytes: int) -> Tensor:
-        """See ``Streams``."""
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
 

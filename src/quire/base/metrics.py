@@ -1,6 +1,6 @@
-"""Metrics of the engine, and of an executor's operations.
+"""Metrics of the engine.
 
-The engine's have vLLM's names with the prefix ``quire:``, so dashboards need only another prefix.
+They have vLLM's names with the prefix ``quire:``, so dashboards need only another prefix.
 This module needs no metrics library: ``collect`` returns families (name, type, help, samples) in
 the Prometheus data model, and a server writes them out.
 """
@@ -8,14 +8,10 @@ the Prometheus data model, and a server writes them out.
 from __future__ import annotations
 
 import threading
-import time
 from bisect import bisect_left
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, TypeVar
-
-import numpy as np
 
 from quire.base import errors
 from quire.base.outputs import TIERS, Miss
@@ -401,93 +397,3 @@ class EngineMetrics(MetricGroup):
         """Count tokens that were proposed, and those of them that were accepted."""
         self.drafted_tokens.inc(drafted)
         self.accepted_tokens.inc(accepted)
-
-
-# ---------------------------------------------------------------------- an executor's operations
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OperationSummary:
-    """Measured since the start, 0 without samples."""
-
-    prefill_operations: int = 0
-    decode_operations: int = 0
-    avg_prefill_latency: float = 0.0
-    """Mean since the start in ms, around device-synchronised execution."""
-    avg_decode_latency: float = 0.0
-    p95_prefill_latency: float = 0.0
-    """95th percentile in ms, linearly interpolated over the last 1000 samples."""
-    p95_decode_latency: float = 0.0
-    throughput_tps: float = 0.0
-    """Generated tokens per busy second, prefill included: decode step 1, speculative call 1 +
-    accepted, verify 1."""
-    batch_utilization: float = 0.0
-    """Mean decode batch over ``max_batch_size``, in [0, 1]."""
-
-
-class _Latencies:
-    """Lifetime count and mean, and the last 1000 samples."""
-
-    WINDOW = 1000
-
-    def __init__(self) -> None:
-        self.calls = self.count = 0
-        self.total_seconds = 0.0
-        self.recent: deque[float] = deque(maxlen=self.WINDOW)
-
-    def add(self, operations: int, seconds: float) -> None:
-        self.calls += 1
-        self.count += operations
-        self.total_seconds += operations * seconds
-        self.recent.extend([seconds] * min(operations, self.WINDOW))
-
-    def mean_ms(self) -> float:
-        return 1e3 * self.total_seconds / self.count if self.count else 0.0
-
-    def p95_ms(self) -> float:
-        return 1e3 * float(np.quantile(self.recent, 0.95)) if self.recent else 0.0
-
-
-class OperationMetrics:
-    """Counts and times an executor's completed calls; thread-safe. Operations are those of
-    ``ExecutorStatus``; each has its call's latency, in seconds of device-synchronised execution."""
-
-    def __init__(self, max_batch_size: int, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._max_batch_size = max_batch_size
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._prefill, self._decode = _Latencies(), _Latencies()
-        self._busy_seconds = 0.0
-        self._tokens = 0
-        self.last_operation: float | None = None
-        """Monotonic time in seconds at the end of the last operation."""
-
-    def record_prefill(self, num_sequences: int, seconds: float) -> None:
-        """Record a completed call that ran prompts of ``num_sequences`` >= 1 in ``seconds``."""
-        self._record(self._prefill, num_sequences, seconds, 0)
-
-    def record_decode(self, num_sequences: int, seconds: float, tokens: int) -> None:
-        """Record a completed call for ``num_sequences`` >= 1 that generated ``tokens`` in all."""
-        self._record(self._decode, num_sequences, seconds, tokens)
-
-    def _record(self, latencies: _Latencies, num_sequences: int, seconds: float, tokens: int) -> None:
-        with self._lock:
-            latencies.add(num_sequences, seconds)
-            self._busy_seconds += seconds
-            self._tokens += tokens
-            self.last_operation = self._clock()
-
-    def summary(self) -> OperationSummary:
-        """Return all figures at one moment."""
-        with self._lock:
-            mean_batch = self._decode.count / self._decode.calls if self._decode.calls else 0.0
-            return OperationSummary(
-                prefill_operations=self._prefill.count,
-                decode_operations=self._decode.count,
-                avg_prefill_latency=self._prefill.mean_ms(),
-                avg_decode_latency=self._decode.mean_ms(),
-                p95_prefill_latency=self._prefill.p95_ms(),
-                p95_decode_latency=self._decode.p95_ms(),
-                throughput_tps=self._tokens / self._busy_seconds if self._busy_seconds else 0.0,
-                batch_utilization=mean_batch / self._max_batch_size,
-            )

@@ -362,12 +362,7 @@ class SamplingParams:
     @property
     def needs_history(self) -> bool:
         """True if a penalty depends on earlier tokens."""
-        return self.repetition_penalty != 1.0 or self.counts_output
-
-    @property
-    def counts_output(self) -> bool:
-        """True if a penalty counts the tokens of the output."""
-        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     def replace(self, **changes: Any) -> Self:
         """Return a copy with some fields changed, checked again."""

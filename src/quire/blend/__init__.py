@@ -9,50 +9,32 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from quire.base.blend_inputs import BlendedRows
-    from quire.blend.executor import TensorBlender
-    from quire.blend.retriever import ChunkRetriever
-    from quire.blend.scores import SCORES, Score, ScoreInputs, StatedScore
-    from quire.blend.selection import BlendPolicy
-    from quire.contracts.blend import (
-        BlendExecutor,
-        BlendOutput,
-        BlendRetriever,
-        BlendRetrieverResult,
-        BlendRetrieverTask,
-    )
+    from quire.base.blend_inputs import BlendedRows as BlendedRows
+    from quire.blend.executor import TensorBlender as TensorBlender
+    from quire.blend.retriever import ChunkRetriever as ChunkRetriever
+    from quire.blend.scores import SCORES as SCORES
+    from quire.blend.scores import Score as Score
+    from quire.blend.scores import ScoreInputs as ScoreInputs
+    from quire.blend.scores import StatedScore as StatedScore
+    from quire.blend.selection import BlendPolicy as BlendPolicy
+    from quire.contracts.blend import BlendExecutor as BlendExecutor
+    from quire.contracts.blend import BlendOutput as BlendOutput
+    from quire.contracts.blend import BlendRetriever as BlendRetriever
+    from quire.contracts.blend import BlendRetrieverResult as BlendRetrieverResult
+    from quire.contracts.blend import BlendRetrieverTask as BlendRetrieverTask
 
-_HOMES = {
-    "BlendExecutor": "quire.contracts.blend",
-    "BlendOutput": "quire.contracts.blend",
-    "BlendPolicy": "quire.blend.selection",
-    "BlendRetriever": "quire.contracts.blend",
-    "BlendRetrieverResult": "quire.contracts.blend",
-    "BlendRetrieverTask": "quire.contracts.blend",
-    "BlendedRows": "quire.base.blend_inputs",
-    "ChunkRetriever": "quire.blend.retriever",
-    "SCORES": "quire.blend.scores",
-    "Score": "quire.blend.scores",
-    "ScoreInputs": "quire.blend.scores",
-    "StatedScore": "quire.blend.scores",
-    "TensorBlender": "quire.blend.executor",
+_NAMES = {
+    "quire.base.blend_inputs": "BlendedRows",
+    "quire.blend.executor": "TensorBlender",
+    "quire.blend.retriever": "ChunkRetriever",
+    "quire.blend.scores": "SCORES Score ScoreInputs StatedScore",
+    "quire.blend.selection": "BlendPolicy",
+    "quire.contracts.blend": "BlendExecutor BlendOutput BlendRetriever BlendRetrieverResult BlendRetrieverTask",
 }
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
-__all__ = [
-    "SCORES",
-    "BlendExecutor",
-    "BlendOutput",
-    "BlendPolicy",
-    "BlendRetriever",
-    "BlendRetrieverResult",
-    "BlendRetrieverTask",
-    "BlendedRows",
-    "ChunkRetriever",
-    "Score",
-    "ScoreInputs",
-    "StatedScore",
-    "TensorBlender",
-]
+if not TYPE_CHECKING:
+    __all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

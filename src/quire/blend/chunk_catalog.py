@@ -14,11 +14,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 
-from quire.blend.background_worker import BackgroundWorker
+from quire.base.process_exit import end_with_process
 from quire.blend.chunk_matching import KnownChunks
 from quire.contracts.store import Blob, ObjectKey, ObjectKind
 from quire.store.memory import MemoryTier
 from quire.store.stack import Store
+from quire.store.threads import DaemonThreads
 
 DEFAULT_BYTES = 1 << 30
 """Bytes of host memory for chunks without a configured store."""
@@ -70,11 +71,12 @@ class ChunkCatalog:
         self._lists: OrderedDict[bytes, _List] = OrderedDict()
         self._changed = threading.Condition()
         """Guards all fields; notified of answers."""
-        self._asking, self._writing = BackgroundWorker("quire-chunks"), BackgroundWorker("quire-chunk-write")
-        self.loading = BackgroundWorker("quire-chunk-load")
+        self._asking, self._writing = DaemonThreads(1, "quire-chunks"), DaemonThreads(1, "quire-chunk-write")
+        self.loading = DaemonThreads(1, "quire-chunk-load")
         """The thread on which tasks load layers ahead."""
         self._waiting = 0
         """Bytes that wait to be handed to the store."""
+        end_with_process(self.close)
 
     def ask(self, parent: bytes) -> None:
         """Request the chunks under a parent, unless it was done within ``FRESH_SECONDS``."""

@@ -239,13 +239,10 @@ class BlendedForward:
         """Write the cached rows of a layer for rows that do not run. Whole pieces are copied; rows
         that run overwrite theirs."""
         for chunk in chunks:
-            wanted = int(left_T[self._starts[chunk] : self._starts[chunk + 1]].sum())
+            wanted = left_T[self._starts[chunk] : self._starts[chunk + 1]].any()
             for piece, rows in self._parts(layer, chunk) if wanted else ():
-                if found := int(left_T[rows].sum()):
+                if left_T[rows].any():
                     self._write(layer, rows, self._moved(layer, piece), piece.v, pass_)
-                    wanted -= found
-            if wanted:
-                raise BlendLoadError(f"layer {layer}: {wanted} rows that were promised did not come", (chunk,))
 
     def _write(self, layer: int, rows: NDArray[np.int64], k_NHD: Tensor, v_NHD: Tensor, pass_: OpenPass) -> None:
         k_NHD, v_NHD = k_NHD.to(self._state.dtype), v_NHD.to(self._state.dtype)
@@ -261,7 +258,7 @@ class BlendedForward:
         source = self._sources[chunk]
         if one is None or source is None:
             return []
-        pieces = pieces_of(source, layer, chunk)
+        pieces = pieces_of(source, layer, chunk, one)
         found: list[tuple[RowsPiece, NDArray[np.int64]]] = []
         for piece in pieces:
             first, last = max(piece.start, one.start), min(piece.start + piece.k.shape[0], one.start + end - begin)
@@ -272,24 +269,20 @@ class BlendedForward:
         return found
 
 
-def pieces_of(source: RowSource, layer: int, chunk: int) -> Sequence[RowsPiece]:
-    """Return a layer's cached rows of a chunk. Any error is ``BlendLoadError``, with the chunk's
-    number."""
+def pieces_of(source: RowSource, layer: int, chunk: int, one: BlendedChunk) -> Sequence[RowsPiece]:
+    """Return a layer's cached rows of a chunk: all valid ones. Any error is ``BlendLoadError``,
+    with the chunk's number."""
     try:
-        return source.pieces(layer)
+        pieces = source.pieces(layer)
     except Exception as error:
         message = str(error) if isinstance(error, BlendLoadError) else f"layer {layer} of cached rows: {error}"
         raise BlendLoadError(message, (chunk,)) from error
-
-
-def check_pieces(layer: int, chunk: int, one: BlendedChunk, pieces: Sequence[RowsPiece]) -> None:
-    """Raise ``BlendLoadError`` unless pieces have a layer's cached row of each valid row of a
-    chunk."""
     missing_n = one.valid_n.copy()
     for piece in pieces:
         missing_n[max(0, piece.start - one.start) : max(0, piece.start + len(piece.k) - one.start)] = False
     if wanted := int(missing_n.sum()):
         raise BlendLoadError(f"layer {layer}: {wanted} rows that were promised did not come", (chunk,))
+    return pieces
 
 
 class Projected(Exception):

@@ -82,16 +82,13 @@ class ObjectLayerRows:
 
     @property
     def plan(self) -> Mapping[str, TensorPlan]:
-        """See ``RowPieces``."""
         return self.of_tokens(sum(self.counts))
 
     @property
     def counts(self) -> list[int]:
-        """See ``RowPieces``."""
         return [len(part) for part in self.rows.parts]
 
     def piece(self, number: int) -> dict[str, Tensor]:
-        """See ``RowPieces``."""
         piece, part = self.rows.pieces[number], self.rows.parts[number]
         with self.rows.dropping(piece):
             found = read_tensors(
@@ -100,7 +97,6 @@ class ObjectLayerRows:
         return {name: tensor[part.start : part.stop] for name, tensor in found.items()}
 
     def write(self, targets: Mapping[str, Tensor], slots_N: NDArray[np.int64]) -> bool:
-        """See ``RowPieces``."""
         call = checked_rows()
         if call is None or not all(one.is_cpu and one.is_contiguous() for one in targets.values()):
             return False

@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.base.errors import AlreadyExists, FailedPrecondition, InvalidArgument, NotFound, QuireError
+from quire.base.errors import AlreadyExists, FailedPrecondition, InvalidArgument, NotFound
 from quire.base.token_history import Ids, checked_ids, common_prefix
 from quire.base.types import SeqId
 
@@ -36,6 +36,7 @@ LOOKED_AT = 8
 """Number of least recently used sequences from which an eviction picks one that saves little."""
 LITTLE = 32
 """Tokens; a sequence that saves fewer saves little."""
+_NO_TOKENS = np.empty(0, dtype=np.int64)
 
 
 class PrefixNode:
@@ -100,12 +101,31 @@ class PrefixNode:
         upper.children[int(lower.edge[0])] = lower
         return upper
 
+    def leaf(self, tokens_T: Ids, matched: int) -> PrefixNode:
+        """Return the node that ends after ``tokens_T``, of which ``matched`` lead to this node's
+        edge. It is made if there is none."""
+        node = self.ending_at(matched)
+        if matched == tokens_T.size:
+            return node
+        leaf = PrefixNode(tokens_T[matched:].copy(), tokens_T.size, node)
+        node.children[int(leaf.edge[0])] = leaf
+        return leaf
+
     def above(self) -> Iterator[HeldPrefix]:
         """Yield the sequences that end here or at an ancestor."""
         node: PrefixNode | None = self
         while node is not None:
             yield from node.sequences.values()
             node = node.parent
+
+    def edges(self) -> list[Ids]:
+        """Return the tokens from the root to the end of this node in pieces, which never change."""
+        found: list[Ids] = []
+        node = self
+        while node.parent is not None:
+            found.append(node.edge)
+            node = node.parent
+        return found[::-1]
 
     def below(self) -> Iterator[PrefixNode]:
         """Yield this node and all nodes below it."""
@@ -114,19 +134,6 @@ class PrefixNode:
             node = stack.pop()
             yield node
             stack.extend(node.children.values())
-
-    def check(self, *, forgetful: bool) -> None:
-        """Raise ``QuireError`` if an invariant is broken; ``forgetful``: states drop positions."""
-        for first, child in self.children.items():
-            expect(child.parent is self, "children point to their parent")
-            expect(child.edge.size > 0 and int(child.edge[0]) == first, "children are found by their first token")
-            expect(child.start == self.end, "edges join")
-        expect(self.edge.dtype == np.int64 and self.edge.base is None, "edges are int64 and owned")
-        if self.parent is not None:
-            expect(bool(self.sequences) or len(self.children) > 1, "an inner node branches or ends a sequence")
-        if cached := sum(not entry.live for entry in self.sequences.values()):
-            alone = cached == 1 if forgetful else not self.children and len(self.sequences) == 1
-            expect(alone and self.end > 0, "a cached sequence ends alone at a leaf")
 
 
 class HeldPrefix:
@@ -140,16 +147,6 @@ class HeldPrefix:
         self.node = node
         self.live = True
 
-    @property
-    def tokens(self) -> Ids:
-        """Return a copy of the tokens."""
-        edges: list[Ids] = []
-        node: PrefixNode | None = self.node
-        while node is not None:
-            edges.append(node.edge)
-            node = node.parent
-        return np.concatenate(edges[::-1])
-
     def require_extended(self, key: Hashable, node: PrefixNode | None, matched: int, length: int) -> None:
         """Raise ``AlreadyExists`` unless ``matched`` tokens on the way to ``node`` begin with the
         tokens held here. ``length``: number of all given tokens."""
@@ -161,12 +158,6 @@ class HeldPrefix:
                 f"sequence {self.seq} is in the prefix cache with {held} other tokens; the {length} given must begin with "
                 "these (truncate or remove it first)"
             )
-
-
-def expect(condition: bool, invariant: str) -> None:
-    """Raise ``QuireError`` with the invariant's name unless ``condition`` holds."""
-    if not condition:
-        raise QuireError(f"prefix cache invariant broken: {invariant}")
 
 
 class RadixCache:
@@ -195,7 +186,6 @@ class RadixCache:
         self._roots: dict[Hashable, PrefixNode] = {}
         self._entries: dict[SeqId, HeldPrefix] = {}
         self._cached: OrderedDict[SeqId, HeldPrefix] = OrderedDict()  # least recently used first
-        self.num_evictions = 0
         self.num_tokens = 0
         """Tokens on all edges: each distinct one of a key once."""
 
@@ -322,13 +312,9 @@ class RadixCache:
             entry.require_extended(key, node, matched, tokens_T.size)
 
         if node is None:
-            node = self._roots[key] = PrefixNode(np.empty(0, dtype=np.int64), 0, None)
-        node = node.ending_at(matched)
-        if matched < tokens_T.size:
-            leaf = PrefixNode(tokens_T[matched:].copy(), tokens_T.size, node)
-            node.children[int(leaf.edge[0])] = leaf
-            self.num_tokens += leaf.edge.size
-            node = leaf
+            node = self._roots[key] = PrefixNode(_NO_TOKENS, 0, None)
+        node = node.leaf(tokens_T, matched)
+        self.num_tokens += tokens_T.size - matched
         if entry is None:
             entry = self._entries[seq] = HeldPrefix(seq, key, node)
             node.sequences[seq] = entry
@@ -365,7 +351,6 @@ class RadixCache:
         """Forget and return the ``oldest`` cached sequence, to be removed; None: there is none."""
         if (seq := self.oldest()) is not None:
             self._lose(self._entries[seq])
-            self.num_evictions += 1
         return seq
 
     def oldest(self) -> SeqId | None:
@@ -385,16 +370,11 @@ class RadixCache:
 
     def tokens_of(self, seq: SeqId) -> NDArray[np.int64]:
         """Return the tokens of a sequence, ``[T]``."""
-        edges = self.edges_of(seq)
-        return np.concatenate(edges) if edges else np.empty(0, dtype=np.int64)
+        return np.concatenate([_NO_TOKENS, *self.edges_of(seq)])
 
     def edges_of(self, seq: SeqId) -> list[Ids]:
-        """Return the tokens of a sequence in pieces, which are never changed."""
-        edges, node = [], self._entry(seq).node
-        while node.parent is not None:
-            edges.append(node.edge)
-            node = node.parent
-        return edges[::-1]
+        """Return the tokens of a sequence in pieces, which never change."""
+        return self._entry(seq).node.edges()
 
     def _loss(self, entry: HeldPrefix) -> int:
         """Return the number of tokens that a request for all of them would compute again without
@@ -462,7 +442,7 @@ class RadixCache:
         all."""
         node = entry.node
         if self._lost is not None and node.end and not node.children and len(node.sequences) == 1:
-            self._lost(entry.tokens, entry.key)
+            self._lost(np.concatenate(node.edges()), entry.key)
         self._forget(entry)
 
     def _forget(self, entry: HeldPrefix) -> None:
@@ -489,21 +469,3 @@ class RadixCache:
             child.edge = np.concatenate((node.edge, child.edge))
             child.parent = node.parent
             node.parent.children[int(child.edge[0])] = child
-
-    def check(self) -> None:
-        """Raise ``QuireError`` with the first broken invariant. For tests: visits all nodes."""
-        seen: dict[SeqId, HeldPrefix] = {}
-        for key, root in self._roots.items():
-            expect(root.end == 0 and root.edge.size == 0 and root.parent is None, "a root has no edge and no parent")
-            expect(bool(root.children or root.sequences), "an empty tree is dropped")
-            for node in root.below():
-                node.check(forgetful=self._reach is not None)
-                for seq, entry in node.sequences.items():
-                    expect(entry.node is node and entry.seq == seq and entry.key == key, "entries point to their node")
-                    expect(seq not in seen, "a sequence ends once")
-                    seen[seq] = entry
-        edges = [node.edge.size for root in self._roots.values() for node in root.below()]
-        expect(sum(edges) == self.num_tokens, "the tokens on all edges are counted")
-        expect(seen == self._entries, "the trees hold exactly the known sequences")
-        cached = {seq: entry for seq, entry in seen.items() if not entry.live}
-        expect(cached == dict(self._cached), "the eviction order holds exactly the cached sequences")

@@ -17,7 +17,6 @@ class SpareStateOwner(Protocol):
 
     def drop_spare_states(self) -> int:
         """Drop recurrent states that only save work; return their number."""
-        ...
 
 
 def is_roomy(state: ModelState, slots: int) -> bool:

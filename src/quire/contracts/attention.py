@@ -119,15 +119,12 @@ class AttentionBackend(Protocol):
     def refusal(self, spec: LayerSpec, device: torch.device, format: str = PLAIN) -> str:
         """Return the reason why this backend cannot run such a layer, with rows of that format
         (``KVFormat.name``), on that device; "" if it can."""
-        ...
 
     def fuses(self, spec: LayerSpec, device: torch.device) -> bool:
         """Return True if kernels run such a layer without forming the weights of all keys."""
-        ...
 
     def plan(self, plan: ForwardPlan, dtype: torch.dtype) -> Any:
         """Prepare ``run`` for this batch, once for each forward and layer class."""
-        ...
 
     def run(
         self,
@@ -152,7 +149,6 @@ class AttentionBackend(Protocol):
         read from ``view``. None if the keys are not those of the new tokens. ``sinks_H`` (float32
         ``[Hq]``) are learned logits that join the softmax without a value.
         """
-        ...
 
     def run_state(
         self,
@@ -168,4 +164,3 @@ class AttentionBackend(Protocol):
         """Return the result of ``run`` as a contiguous attention state, without learned logits. The
         lse is accurate to float32 for every dtype of K and V. With ``coarse``, accuracy of that
         dtype is enough: the caller will round the result to it."""
-        ...

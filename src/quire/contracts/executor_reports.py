@@ -11,7 +11,6 @@ from enum import StrEnum
 from typing import Any
 
 from quire.base.errors import FailedPrecondition, InvalidArgument
-from quire.base.metrics import OperationSummary
 from quire.base.signatures import checks_arguments
 
 
@@ -244,9 +243,22 @@ class ExecutorStatus:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ExecutorMetrics(OperationSummary):
+class ExecutorMetrics:
     """Measured since the start, 0 without samples. Operations are those of ``ExecutorStatus``."""
 
+    prefill_operations: int = 0
+    decode_operations: int = 0
+    avg_prefill_latency: float = 0.0
+    """Mean since the start in ms, around device-synchronised execution."""
+    avg_decode_latency: float = 0.0
+    p95_prefill_latency: float = 0.0
+    """95th percentile in ms, linearly interpolated over the last 1000 samples."""
+    p95_decode_latency: float = 0.0
+    throughput_tps: float = 0.0
+    """Generated tokens per busy second, prefill included: decode step 1, speculative call 1 +
+    accepted, verify 1."""
+    batch_utilization: float = 0.0
+    """Mean decode batch over ``max_batch_size``, in [0, 1]."""
     memory_efficiency: float = 0.0
     """Used over allocated, in [0, 1]."""
     replayed_tokens: int = 0

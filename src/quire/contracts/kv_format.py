@@ -50,28 +50,23 @@ class KVView(Protocol):
     @property
     def format(self) -> str:
         """Name of the format."""
-        ...
 
     @property
     def sizes(self) -> tuple[int, int, int]:
         """H, Dk and Dv."""
-        ...
 
     def keys(self, slots_N: Tensor) -> Tensor:
         """Return K of these slots (int64), fresh: ``[N, H, Dk]``."""
-        ...
 
     def values(self, slots_N: Tensor) -> Tensor:
         """Return V of these slots, fresh: ``[N, H, Dv]``."""
-        ...
 
     def write(self, slots_N: Tensor, k_NHD: Tensor, v_NHD: Tensor | None) -> None:
         """Write rows to distinct slots. ``v_NHD`` is None exactly for a latent layer."""
-        ...
 
 
 class PlainRows(NamedTuple):
-    """Rows of one layer as they were written; over a pool, the view of the plain format."""
+    """Rows of one layer as they were written; over a pool, a ``KVView`` in the plain format."""
 
     k: Tensor
     """``[S, H, Dk]``"""
@@ -80,25 +75,20 @@ class PlainRows(NamedTuple):
 
     @property
     def format(self) -> str:
-        """See ``KVView``."""
         return PLAIN
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """See ``KVView``."""
         _, heads, key_dim = self.k.shape
         return heads, key_dim, self.v.shape[2]
 
     def keys(self, slots_N: Tensor) -> Tensor:
-        """See ``KVView``."""
         return self.k.index_select(0, slots_N)
 
     def values(self, slots_N: Tensor) -> Tensor:
-        """See ``KVView``."""
         return self.v.index_select(0, slots_N)
 
     def write(self, slots_N: Tensor, k_NHD: Tensor, v_NHD: Tensor | None) -> None:
-        """See ``KVView``."""
         self.k.index_copy_(0, slots_N, k_NHD)
         if v_NHD is not None:
             self.v.index_copy_(0, slots_N, v_NHD)
@@ -160,20 +150,16 @@ class PackedRows:
 
     @property
     def format(self) -> str:
-        """See ``KVView``."""
         return self.packing.name
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """See ``KVView``."""
         return self.shape[:3]
 
     def keys(self, slots_N: Tensor) -> Tensor:
-        """See ``KVView``."""
         return self._rows(slots_N).k
 
     def values(self, slots_N: Tensor) -> Tensor:
-        """See ``KVView``."""
         return self._rows(slots_N).v
 
     def _rows(self, slots_N: Tensor) -> PlainRows:
@@ -181,6 +167,5 @@ class PackedRows:
         return self.packing.expand(self.shape, found)
 
     def write(self, slots_N: Tensor, k_NHD: Tensor, v_NHD: Tensor | None) -> None:
-        """See ``KVView``."""
         for name, packed in self.packing.pack(self.shape, k_NHD, v_NHD).items():
             self.planes[name].index_copy_(0, slots_N, packed)

@@ -92,7 +92,6 @@ class LinearMap(Protocol):
         """Map ``[T, I]`` to a fresh ``[T, O]`` of the same dtype. Sums are in float32. On a CPU a
         row's result is the same to the bit whatever other rows there are, on any number of threads.
         """
-        ...
 
 
 @runtime_checkable
@@ -101,7 +100,6 @@ class TableMap(LinearMap, Protocol):
 
     def rows(self, outputs_T: Tensor) -> Tensor:
         """Return rows ``[T, I]`` of the weights by output number, int64 in 0..O-1."""
-        ...
 
 
 class LinearKernel(Protocol):
@@ -112,17 +110,14 @@ class LinearKernel(Protocol):
     def refusal(self, weight_OI: Tensor, form: WeightForm) -> str:
         """Return the reason why a weight cannot be packed in a form, for activations of its dtype;
         "" if it can."""
-        ...
 
     def lossless(self, weight_OI: Tensor) -> WeightForm | None:
         """Return the smallest form that holds all values exactly; None if the weight cannot be
         packed."""
-        ...
 
     def pack(self, weight_OI: Tensor, bias_O: Tensor | None, form: WeightForm) -> LinearMap:
         """Return the map for activations of the weight's dtype. It holds no reference to the
         weight."""
-        ...
 
 
 @runtime_checkable
@@ -137,7 +132,6 @@ class BlockKernel(Protocol):
     def pack_parts(self, parts: Sequence[Tensor], bias_O: Tensor | None) -> LinearMap | None:
         """Return the map of rows of one dtype that follow each other, in the smallest form that
         holds all values exactly; None if they cannot be one map without being copied first."""
-        ...
 
     def pack_blocks(
         self, parts: Sequence[BlockRows], inputs: int, bias_O: Tensor | None, dtype: torch.dtype
@@ -147,7 +141,6 @@ class BlockKernel(Protocol):
 
         ``CheckpointError``: a scale is not finite.
         """
-        ...
 
 
 @runtime_checkable
@@ -157,7 +150,6 @@ class CodeKernel(Protocol):
     def pack_codes(self, parts: Sequence[CodeRows], bias_O: Tensor | None, dtype: torch.dtype) -> LinearMap | None:
         """Return the map of rows that follow each other, for activations of ``dtype``; None if a
         code or a scale has no place in one of its forms."""
-        ...
 
 
 class HeadMap(Protocol):
@@ -170,7 +162,6 @@ class HeadMap(Protocol):
         """Write the products of ``x`` to ``y``, of the same dtype. Their rows and heads may be any
         distance apart, the columns of y follow each other. Sums are in float32. On a CPU a row's
         result is the same to the bit whatever other rows there are, on any number of threads."""
-        ...
 
 
 @runtime_checkable
@@ -180,7 +171,6 @@ class HeadKernel(Protocol):
     def pack_heads(self, weight_HOI: Tensor) -> HeadMap | None:
         """Return the maps for activations of the weight's dtype, in the smallest form that holds
         all values exactly; None if the weight cannot be packed. They hold no reference to it."""
-        ...
 
 
 class LinearStack(Protocol):
@@ -192,7 +182,6 @@ class LinearStack(Protocol):
     def __call__(self, x_PI: Tensor, ends_X: Tensor) -> Tensor:
         """Map ``[P, I]``, sorted by map, to a fresh ``[P, O]`` of the same dtype. int32 ``ends_X``:
         the ends of the maps' rows, on the device, without a wait. Sums are in float32."""
-        ...
 
 
 @runtime_checkable
@@ -202,12 +191,10 @@ class StackKernel(Protocol):
     def stack_refusal(self, weight_XOI: Tensor, form: WeightForm) -> str:
         """Return the reason why a stack cannot be packed in a form on its device; "" if it can.
         Only shape, type and device of the weight are used."""
-        ...
 
     def pack_stack(self, weight_XOI: Tensor, form: WeightForm) -> LinearStack:
         """Return the maps for activations of the weight's dtype. They hold no reference to the
         weight."""
-        ...
 
 
 @runtime_checkable
@@ -217,4 +204,3 @@ class JoiningKernel(Protocol):
     def join(self, maps: Sequence[LinearMap]) -> LinearStack | None:
         """Return a stack of these maps, without their biases, over their memory; None if it has no
         product for them together."""
-        ...

@@ -233,12 +233,10 @@ class JoinedBlocks(Protocol):
         the bit as of the blocks one after the other; None if they must be called one by one, for
         example because a block in the list was replaced. For forwards in which no adapter is
         active."""
-        ...
 
     def run_model(self, model: Model, tokens: NDArray[np.int64], pass_: OpenPass) -> RowLogits | None:
         """Return the result of ``embed``, the blocks and ``head`` of their model, likewise. There
         must be no extra step in between, and no placeholders."""
-        ...
 
 
 class WideRows(Protocol):
@@ -270,12 +268,10 @@ class Model(Protocol):
     def wide(self) -> WideRows | None:
         """None: the rows of the blocks are ``hidden_size`` wide, and embeddings of a caller enter
         as they are."""
-        ...
 
     @property
     def stack(self) -> JoinedBlocks | None:
         """The blocks as one call; None if the machine's kernels have no such call."""
-        ...
 
     def embed(self, tokens_T: Tensor) -> Tensor:
         """Embed int64 ``[T]`` as ``[T, E]``."""

@@ -84,7 +84,6 @@ class RecurrenceBackend(Protocol):
         (arXiv:2312.06635), Mamba-2's SSD (arXiv:2405.21060: k is B, q is C, v is dt * x, log_decay
         is dt * A), DeltaNet (arXiv:2406.06484) and gated DeltaNet (arXiv:2412.06464).
         """
-        ...
 
     def convolve(
         self, plan: RecurrencePlan, x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, states_GWC: Tensor
@@ -95,7 +94,6 @@ class RecurrenceBackend(Protocol):
         sequences and tree paths. A state holds the last W - 1 inputs, oldest first. Sums in float32
         (float64 if x is).
         """
-        ...
 
 
 class StatePlaces(NamedTuple):
@@ -130,13 +128,11 @@ class PooledRecurrence(RecurrenceBackend, Protocol):
         beta_TH: Tensor | None = None,
     ) -> Tensor | None:
         """Run ``linear_attention`` on states ``[S, H, K, V]``."""
-        ...
 
     def convolve_at(
         self, plan: RecurrencePlan, x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, places: StatePlaces
     ) -> Tensor | None:
         """Run ``convolve`` on states ``[S, W - 1, C]``."""
-        ...
 
 
 # -- whole mixers ----------------------------------------------------------------------------------
@@ -218,7 +214,6 @@ class MixerCall(Protocol):
         """Map the projection's rows to fresh rows ``[T, H * V]``, or ``[T, C]`` of a short
         convolution; read and write the states. ``rates``: ``[T, 2H]`` of the delta rule: rows of
         beta, then of steps."""
-        ...
 
 
 class MixerKernel(Protocol):

@@ -112,40 +112,31 @@ class StoreTier(Protocol):
     async def get(self, keys: Sequence[ObjectKey]) -> list[Blob | None]:
         """Return the objects in the order of the keys, None for missing ones. It counts as use of
         them and of all their ancestors."""
-        ...
 
     async def part(self, key: ObjectKey, start: int, stop: int) -> ObjectPart | None:
         """Return the bytes of an object from ``start`` to ``stop``, or to its end if that is
         before; None if it is missing. A part from 0 on counts as use, others may."""
-        ...
 
     async def put(self, key: ObjectKey, blob: Blob) -> bool:
         """Keep an object; return False, and change nothing, if no room can be made. The same key
         twice keeps one, but a record is replaced. Once a tier has returned True, the object
         survives a crash of the machine."""
-        ...
 
     async def contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
         """Return, for each key, True if its object exists. Counts as no use."""
-        ...
 
     async def children(self, parents: Sequence[bytes]) -> list[list[ObjectKey]]:
         """Return the keys of all objects under each parent. Counts as no use."""
-        ...
 
     async def remove(self, keys: Collection[ObjectKey]) -> int:
         """Remove objects, pinned ones too; return the number of removed ones."""
-        ...
 
     async def pin(self, keys: Collection[ObjectKey], pinned: bool) -> None:
         """Pin objects (or unpin: not ``pinned``). Neither a pinned object nor its ancestors are
         evicted, also in other processes. Unknown keys are ignored."""
-        ...
 
     async def stat(self) -> TierStat:
         """Return its totals."""
-        ...
 
     async def close(self) -> None:
         """Close connections and files; objects stay."""
-        ...

@@ -29,11 +29,9 @@ class PooledCache(SpareStateOwner, Protocol):
 
     def commit_chains(self) -> int:
         """Commit verified chains; return the number of their tokens."""
-        ...
 
     def release(self) -> None:
         """Give the pages back now."""
-        ...
 
 
 class CachePool(BranchOwner):
@@ -103,6 +101,17 @@ class CachePool(BranchOwner):
                     f"position {position} of sequence {seq} is reachable only by running {again} tokens again from a recurrent "
                     f"state that is kept; go to {position - again} and run them"
                 )
+
+    def replay_start(self, row: Row, start: int, label: str = "") -> int:
+        """Return the position, at most ``start``, from which a fork of a row without an open chain
+        must run the row's tokens.
+
+        It is ``start`` if no layer is recurrent or the state there is kept.
+        ``FailedPrecondition``: the tokens cannot be replayed (``replay_refusal``).
+        """
+        if not self.facts.recurrent_ids or start >= self.state.sequence_length(row.seq):
+            return start
+        return self.reach(row, start, f"{label}: " if label else "")
 
     def make_room(self) -> bool:
         """See ``BranchOwner``. A running call may still need states of this owner's own."""

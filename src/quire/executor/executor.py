@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from typing import cast
 
@@ -28,7 +28,6 @@ from quire.base.errors import (
     Unsupported,
 )
 from quire.base.interrupts import SHIELD, Lock
-from quire.base.metrics import OperationMetrics
 from quire.base.process_exit import end_with_process
 from quire.base.sampling_params import SamplingParams
 from quire.base.signatures import checks_arguments
@@ -71,7 +70,7 @@ from quire.executor.drafting import Drafting
 from quire.executor.handle import Handle, handle_of
 from quire.executor.item_placement import place, rows_to_extend
 from quire.executor.row_extension import packed
-from quire.executor.running_calls import Operation, Stopwatch
+from quire.executor.running_calls import Operation, OperationMetrics, Stopwatch
 from quire.executor.transaction import Transaction
 from quire.kv.sequences import check_integer
 from quire.models.families import LoadedModel
@@ -583,9 +582,6 @@ class Executor(Uncopied):
 
     def metrics(self) -> ExecutorMetrics:
         """See ``ModelExecutor``."""
-        summary, memory = self.operation_metrics.summary(), reports.memory_usage(self.pool)
-        return ExecutorMetrics(
-            **asdict(summary),
-            memory_efficiency=memory.utilization_percent / 100.0,
-            replayed_tokens=self.pool.replayed_tokens,
-        )
+        used = reports.memory_usage(self.pool).utilization_percent / 100.0
+        summary = self.operation_metrics.summary()
+        return replace(summary, memory_efficiency=used, replayed_tokens=self.pool.replayed_tokens)

@@ -24,7 +24,8 @@ from quire.contracts.layers import KeyValueAttention, LatentAttention
 from quire.contracts.ranks import Grid
 from quire.executor.executor import Executor
 from quire.executor.executor_types import check_type
-from quire.executor.reports import computable_dtypes, dtype_name, mechanism_of
+from quire.executor.reports import computable_dtypes, mechanism_of
+from quire.kv.exchange import dtype_name
 from quire.models.catalogue import HUB_NAME, bundled_models
 from quire.models.families import family_of, is_foreign
 from quire.models.loading import DTYPES, check_division

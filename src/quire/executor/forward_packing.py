@@ -7,7 +7,7 @@ Hq query heads; V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -232,3 +232,36 @@ def batched_weights(rows: Sequence[Tensor], spans: Sequence[tuple[int, int]], co
     for target, row, (begin, end) in zip(out, rows, spans, strict=True):
         target[:, begin:end, : row.shape[2]] = row
     return out
+
+
+def states_needed(
+    starts: Sequence[int], forwards: Iterable[Sequence[Piece]], trees: Iterable[Sequence[Piece]] = (), *, interval: int
+) -> int:
+    """Return the largest number of state slots that a call takes beyond those at its beginning.
+
+    Row i begins at ``starts[i]``; ``forwards`` are of chains, ``trees`` come after them. A forward
+    takes a slot for each row, for each multiple of ``interval`` strictly inside the row's new
+    tokens, and for each node of a tree. The state before a row's new tokens is free after the
+    forward, unless it existed before the call or is at a multiple.
+    """
+    lengths = list(starts)
+    own = [False] * len(lengths)
+    held = most = 0
+    for pieces in forwards:
+        taken = freed = 0
+        for index, begin, end in pieces:
+            length, last = lengths[index], lengths[index] + end - begin
+            taken += 1 + _multiples(length, last - 1, interval)
+            freed += own[index] and not (interval and length % interval == 0)
+            own[index], lengths[index] = True, last
+        most = max(most, held + taken)
+        held += taken - freed
+    for pieces in trees:
+        held += sum(end - begin for _, begin, end in pieces)
+        most = max(most, held)
+    return most
+
+
+def _multiples(low: int, high: int, interval: int) -> int:
+    """Return the number of multiples of ``interval`` in low + 1..high."""
+    return high // interval - low // interval if interval else 0

@@ -15,11 +15,9 @@ class NamedExecutors:
         self._items: Registry[ModelExecutor] = Registry("executor")
 
     def register(self, name: str, executor: ModelExecutor) -> ModelExecutor:
-        """See ``ExecutorRegistry``."""
         return self._items.register(name, executor)
 
     def get(self, name: str) -> ModelExecutor | None:
-        """See ``ExecutorRegistry``."""
         return self._items.get(name)
 
     def require(self, name: str) -> ModelExecutor:
@@ -28,14 +26,11 @@ class NamedExecutors:
         return self._items.require(name)
 
     def remove(self, name: str) -> ModelExecutor | None:
-        """See ``ExecutorRegistry``."""
         return self._items.remove(name)
 
     def list_names(self) -> list[str]:
-        """See ``ExecutorRegistry``."""
         return self._items.list_names()
 
     def get_metrics(self, name: str) -> ExecutorMetrics | None:
-        """See ``ExecutorRegistry``."""
         found = self._items.get(name)
         return None if found is None else found.metrics()

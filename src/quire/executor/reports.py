@@ -27,6 +27,7 @@ from quire.executor.cache_pool import NO_PAGES, CachePool
 from quire.executor.executor_types import NOT_STAGED, UNDIVIDED
 from quire.executor.verification import LOGITS_OF_SPECULATION
 from quire.executor.warmup import Activations
+from quire.kv.exchange import dtype_name
 from quire.models.loading import DTYPES
 
 
@@ -95,6 +96,7 @@ def capabilities(
         mechanisms.add(AttentionMechanism.FLASH)
     if facts.is_windowed:
         mechanisms.add(AttentionMechanism.SLIDING_WINDOW)
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     continuous = executor_type not in (ExecutorType.SEQUENTIAL, ExecutorType.BATCH)
     return ExecutorCapabilities(
         max_batch_size=max_batch_size,
@@ -106,7 +108,7 @@ def capabilities(
         supports_tensor_parallelism=facts.num_ranks > 1,
         supports_pipeline_parallelism=facts.num_stages > 1,
         supported_dtypes=computable_dtypes(facts.device),
-        supported_devices=present_devices(),
+        supported_devices=("cpu", *(f"cuda:{index}" for index in range(num_gpus))),
         memory_requirements=MemoryRequirements(
             parameter_memory=facts.parameter_bytes,
             activation_memory_per_token=activations.bytes_per_token if activations else None,
@@ -133,10 +135,6 @@ def memory_usage(pool: CachePool) -> MemoryUsage:
     )
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def mechanism_of(spec: KeyValueAttention | LatentAttention) -> AttentionMechanism:
     """Return the mechanism by which query heads share K and V. In latent attention all share one
     row."""
@@ -157,9 +155,3 @@ def _multiplies(device: torch.device, dtype: torch.dtype) -> bool:
         return bool((ones @ ones == 2).all())
     except RuntimeError:
         return False
-
-
-def present_devices() -> tuple[str, ...]:
-    """Return the devices of this machine that an executor can run on."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return ("cpu", *(f"cuda:{index}" for index in range(count)))

@@ -8,7 +8,6 @@ from typing import TypeVar
 from quire.base.token_history import Ids
 from quire.base.types import AdapterRuns
 from quire.executor.cache_rows import CacheRows
-from quire.executor.replay import replay_start
 from quire.executor.row_extension import extensions, packed
 from quire.executor.running_calls import Operation
 from quire.executor.transaction import Transaction
@@ -31,7 +30,7 @@ def truncate(cache: CacheRows, lengths: Sequence[int], operation: Operation) -> 
         return
     cache.commit_chains()
     rows = zip(cache.rows, lengths, strict=True)
-    if all(replay_start(cache.pool, row, length, operation.verb) == length for row, length in rows):
+    if all(cache.pool.replay_start(row, length, operation.verb) == length for row, length in rows):
         cache.truncate(lengths)
         return
     parts = extensions(cache, lengths, [0] * cache.batch_size)
@@ -43,7 +42,7 @@ def copy_of(cache: C, lengths: Sequence[int], operation: Operation) -> C:
     """Return a cache of the first ``lengths[i]`` tokens of row i. Call it under the lock."""
     pool = cache.pool
     cache.commit_chains()
-    origins = [replay_start(pool, row, n, operation.verb) for row, n in zip(cache.rows, lengths, strict=True)]
+    origins = [pool.replay_start(row, n, operation.verb) for row, n in zip(cache.rows, lengths, strict=True)]
     to_replay = [row.tokens.ids[begin:end] for row, begin, end in zip(cache.rows, origins, lengths, strict=True)]
     copy = cache.copy_of(origins)
     if tuple(origins) == tuple(lengths):

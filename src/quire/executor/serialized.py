@@ -31,7 +31,8 @@ from quire.executor.row import Row
 from quire.executor.running_calls import Operation
 from quire.kv import exchange, sequencefile
 from quire.kv.forward_need import pages_for
-from quire.statefile.container import StateFile, TensorSpec, read_state, to_bytes
+from quire.statefile.container import StateFile, read_state, to_bytes
+from quire.statefile.header import TensorSpec
 from quire.statefile.schema import check_metadata
 
 

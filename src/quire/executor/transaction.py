@@ -4,7 +4,7 @@ Room for all of it is made first. A row that is rewound runs on a fork at the ne
 its place at the end: until then the old tokens are there to come back to. Only where the pool has
 no room for both is the old version given up beforehand. Where recurrent layers have no state at the
 new start, the fork stands at the nearest one before and runs the row's tokens from there on
-(``replay``).
+(``CachePool.replay_start``).
 
 Letters: N rows of the call; n tokens of a row; R rows of logits; V vocabulary.
 """
@@ -36,8 +36,8 @@ from quire.executor.forward_packing import (
     inputs_of,
     places_of,
     rows_wanted,
+    states_needed,
 )
-from quire.executor.replay import replay_start, states_needed
 from quire.executor.row_extension import RowExtension, packed
 from quire.executor.running_calls import Operation
 from quire.runner.local import StepOutput
@@ -101,7 +101,7 @@ class Transaction:
             part.require_limits(self._facts)
         for part in self.parts:
             part.cache.commit_chains()
-            part.begin = replay_start(self.pool, part.row, part.start, part.label)
+            part.begin = self.pool.replay_start(part.row, part.start, part.label)
         self.pool.note_adapters([part.new.runs for part in self.parts])
         several = self.several or any(part.replayed for part in self.parts)
         self._windows_evict = several and (

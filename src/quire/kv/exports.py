@@ -14,7 +14,7 @@ from quire.base.errors import InvalidArgument, Unsupported
 from quire.base.signatures import checks_arguments
 from quire.base.types import SeqId
 from quire.contracts.layers import LatentAttention
-from quire.kv.forward_need import slots_of
+from quire.kv.forward_need import slots_in, slots_of
 from quire.kv.pages import PageIds
 from quire.kv.parts import StateParts
 from quire.kv.storage import geometry
@@ -74,10 +74,8 @@ class SequenceExport:
 
     def held_rows(self, layer: int) -> dict[str, Tensor]:
         found = self.state.rows_layer(layer, "held_rows")
-        pages, size = self.pages[found.class_index], self.state.paged.page_size
-        parts = [slots_of(pages, part.start, part.stop, size) for part in self.ranges[found.class_index]]
-        slots = np.concatenate([*parts, np.empty(0, dtype=np.int64)])
-        return self.state.take(layer, slots)
+        pages, ranges = self.pages[found.class_index], self.ranges[found.class_index]
+        return self.state.take(layer, slots_in(pages, ranges, self.state.paged.page_size))
 
     def states(self, layer: int, position: int) -> dict[str, Tensor]:
         if layer in self.state.stored_specs:

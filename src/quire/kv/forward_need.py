@@ -190,6 +190,12 @@ def slots_of(pages: PageIds, start: int, stop: int, page_size: int) -> NDArray[n
     return pages[addresses // page_size].astype(np.int64) * page_size + addresses % page_size
 
 
+def slots_in(pages: PageIds, ranges: Iterable[range], page_size: int) -> NDArray[np.int64]:
+    """Return the slots of all addresses of all ranges in a page table."""
+    parts = [slots_of(pages, part.start, part.stop, page_size) for part in ranges]
+    return np.concatenate([*parts, np.empty(0, dtype=np.int64)])
+
+
 def breaks_of(slots: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the places at which a slot does not follow the slot before it."""
     return np.flatnonzero(slots[1:] != slots[:-1] + 1) + 1

@@ -351,11 +351,9 @@ class _Whole:
         self.counts = (next((tensor.shape[0] for tensor in tensors.values() if tensor.dim()), 0),)
 
     def piece(self, number: int) -> Mapping[str, Tensor]:
-        """See ``RowPieces``."""
         return self._tensors
 
     def write(self, targets: Mapping[str, Tensor], slots_N: NDArray[np.int64]) -> bool:
-        """See ``RowPieces``."""
         return False
 
 

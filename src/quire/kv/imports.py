@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.kv.forward_need import slots_of
+from quire.kv.forward_need import slots_in
 from quire.kv.pages import PageIds
 
 if TYPE_CHECKING:
@@ -47,8 +47,7 @@ class Import:
         ones, and get the same array."""
         wanted = (index, *parts)
         if self._slots is None or self._slots[0] != wanted:
-            found = [slots_of(self.pages[index], part.start, part.stop, page_size) for part in parts]
-            self._slots = wanted, np.concatenate([*found, np.empty(0, dtype=np.int64)])
+            self._slots = wanted, slots_in(self.pages[index], parts, page_size)
         return self._slots[1]
 
     def let_wait(self, link: HostLink | None, layer: int) -> None:

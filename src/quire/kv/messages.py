@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -16,7 +17,9 @@ import torch
 import xxhash
 from torch import Tensor
 
-from quire.base.errors import DataLoss
+from quire.base.errors import DataLoss, QuireError
+from quire.base.types import SeqId
+from quire.contracts.channel import Channel
 from quire.contracts.kv_state import TensorPlan
 from quire.statefile.container import bytes_of
 
@@ -60,3 +63,31 @@ def planes_of(data: memoryview, plan: Mapping[str, TensorPlan], what: str) -> di
         start += sizes[name]
         found[name] = plane.view(one.dtype).view(one.shape)
     return found
+
+
+class Transfer(ABC):
+    """A sequence that is received (``reception``) or sent (``send_mark``) over a channel."""
+
+    def __init__(self, seq_id: SeqId, channel: Channel, name: str) -> None:
+        """Begin one; ``name`` is in all of its messages."""
+        self.seq_id, self.channel, self.name = seq_id, channel, name
+        self.error: QuireError | None = None
+        """What ended it before its time."""
+
+    @property
+    @abstractmethod
+    def is_done(self) -> bool:
+        """Whether all has come, or counts at the receiver."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is nothing to wait for."""
+        return self.is_done or self.error is not None
+
+    @abstractmethod
+    def told(self) -> str:
+        """Return the progress, for errors."""
+
+    def fail(self, error: QuireError) -> None:
+        """Note the first error."""
+        self.error = self.error or error

@@ -22,6 +22,7 @@ from quire.kv.divided_rows import DividedRows, Plane
 from quire.kv.encoders import EncoderPart
 from quire.kv.imports import Import
 from quire.kv.layer_classes import Layer, describe_ids
+from quire.kv.messages import Transfer
 from quire.kv.paged import PagedPart
 from quire.kv.pages import PagePool
 from quire.kv.part import Part
@@ -29,7 +30,6 @@ from quire.kv.recurrent import RecurrentPart, RecurrentStorage
 from quire.kv.rules import RECURRENT_REFUSAL, layer_refusal, refuse_layer
 from quire.kv.sequences import check_integer
 from quire.kv.storage import PagedStorage, StoredSpec, geometry
-from quire.kv.transfer import Transfer
 
 
 class StateParts:
@@ -207,12 +207,10 @@ class StateParts:
     # -- kept states -------------------------------------------------------------------------------
 
     def checkpoints(self, seq_id: SeqId) -> list[int]:
-        """See ``contracts.kv_state.KVState``."""
         self.sequences.get(seq_id)
         return [] if self.recurrent is None else self.recurrent.table.kept(seq_id)
 
     def kept_positions(self, seq_id: SeqId) -> list[int]:
-        """See ``contracts.pool_verbs.PoolVerbs``."""
         length = self.sequences.get(seq_id).length
         return sorted({0, length}) if self.recurrent is None else list(self.recurrent.table.slots(seq_id))
 

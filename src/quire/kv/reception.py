@@ -17,11 +17,10 @@ from quire.base.types import SeqId
 from quire.contracts.channel import Channel
 from quire.kv.exchange import group_plan
 from quire.kv.forward_need import ReceivedPages
-from quire.kv.messages import planes_of
+from quire.kv.messages import Transfer, planes_of
 from quire.kv.parts import StateParts
 from quire.kv.position_maps import slots_of_runs
 from quire.kv.storage import FEW_RUNS
-from quire.kv.transfer import Transfer
 
 
 class Reception(Transfer):

@@ -70,11 +70,6 @@ class Combination:
         """Return whether tokens leave rows in some layer."""
         return any(kind in ("full", "window", "latent") for kind in self.kinds)
 
-    @property
-    def keeps_kv(self) -> bool:
-        """Return whether tokens leave K and V in some layer."""
-        return self.has("full") or self.has("window")
-
 
 COMBINATIONS: tuple[Combination, ...] = (
     Combination(name="full", kinds=("full",), models="Llama, Qwen3, OLMo 2"),
@@ -328,7 +323,7 @@ USES: dict[str, Callable[[Combination], Cell]] = {
     "executor: select, broadcast and copy": _always(),
     "executor: serialize and load": _always(),
     "executor: key_cache and value_cache": lambda found: (
-        Cell(note=_others_note(found, "debug_get_kv")) if found.keeps_kv else Cell(NO_KV)
+        Cell(note=_others_note(found, "debug_get_kv")) if found.has("full") or found.has("window") else Cell(NO_KV)
     ),
     "executor: block_table": lambda found: Cell("" if found.keeps_rows else NO_PAGES),
     "executor: images that see each other": _mask,

@@ -14,11 +14,10 @@ from quire.base.types import SeqId
 from quire.contracts.channel import Channel
 from quire.kv.exports import SequenceExport
 from quire.kv.forward_need import slots_of
-from quire.kv.messages import packed
+from quire.kv.messages import Transfer, packed
 from quire.kv.parts import StateParts
 from quire.kv.position_maps import runs_of
 from quire.kv.storage import IN_PARALLEL, geometry
-from quire.kv.transfer import Transfer
 
 PIECE_BYTES = IN_PARALLEL
 """Most bytes of rows in a message, which is sent and written while the next one is. Smaller ones

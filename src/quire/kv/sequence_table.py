@@ -28,6 +28,7 @@ from quire.kv.forward_need import (
     SlotRange,
     class_need,
     pages_for,
+    slots_in,
     slots_of,
 )
 from quire.kv.pages import NULL_PAGE, PageIds, PagePool, PageTable
@@ -99,9 +100,7 @@ class SequenceTable:
 
     def slots(self, index: int, seq_id: SeqId, rows: Iterable[range]) -> NDArray[np.int64]:
         """Return the slots of these addresses, all held, in class ``index``."""
-        pages = self.get(seq_id).tables[index].pages
-        parts = [slots_of(pages, part.start, part.stop, self.page_size) for part in rows]
-        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+        return slots_in(self.get(seq_id).tables[index].pages, rows, self.page_size)
 
     def reachable(self, sequence: Sequence) -> list[range]:
         """Return the positions that a fork or pop may go to, ascending."""
@@ -222,10 +221,7 @@ class SequenceTable:
         if len(seq_ids) == 0:
             raise InvalidArgument(f"{verb}: the batch is empty; give at least one sequence")
         require_different(seq_ids, f"{verb}: sequence {{}} is in the batch twice")
-        return [
-            count if type(count) is int and count > 0 else check_integer(count, f"{verb}: append length", 1)
-            for count in counts
-        ]
+        return [count if count > 0 else check_integer(count, f"{verb}: append length", 1) for count in counts]
 
     # -- room --------------------------------------------------------------------------------------
 

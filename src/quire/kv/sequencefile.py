@@ -22,8 +22,8 @@ from quire.contracts.layers import Recurrent
 from quire.kv import exchange
 from quire.kv.metadata_checks import hash_of
 from quire.kv.recurrent import bytes_per_state
-from quire.statefile.container import StateFile, TensorSpec
-from quire.statefile.header import MAX_CONTAINERS, MAX_HEADER_BYTES, MAX_RANK, HeaderLimits
+from quire.statefile.container import StateFile
+from quire.statefile.header import MAX_CONTAINERS, MAX_HEADER_BYTES, MAX_RANK, HeaderLimits, TensorSpec
 
 IDENTITY = ("architecture", "config", "weights")
 """What tells models apart in a state's metadata."""

@@ -1,12 +1,9 @@
-"""A sequence: its length, page tables, window and tree; checks of ids and of integers. No torch."""
+"""A sequence: its length, page tables, window and tree; limits of ids and of integers. No torch."""
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-
-import numpy as np
 
 from quire.base.errors import InvalidArgument
 from quire.base.types import SeqId
@@ -67,19 +64,13 @@ def require_different(seq_ids: Seq[SeqId], fault: str) -> None:
 
 
 def check_integer(value: int, what: str, least: int) -> int:
-    """Return ``value`` as a plain integer; ``InvalidArgument`` if it is none or below ``least``."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = None
-    if number is None or isinstance(value, bool):
-        raise InvalidArgument(f"{what} {value!r} is not an integer")
-    if number < least:
-        raise InvalidArgument(f"{what} {number}; at least {least} is needed")
-    return number
+    """Return ``value``; ``InvalidArgument`` if it is below ``least``."""
+    if value < least:
+        raise InvalidArgument(f"{what} {value}; at least {least} is needed")
+    return value
 
 
 def check_id(seq_id: SeqId) -> None:
     """Raise ``InvalidArgument`` unless ``seq_id`` is an int64."""
-    if isinstance(seq_id, bool) or not isinstance(seq_id, (int, np.integer)) or not -(2**63) <= seq_id < 2**63:
+    if not -(2**63) <= seq_id < 2**63:
         raise InvalidArgument(f"sequence id {seq_id!r} is not an integer of 64 bits")

@@ -61,7 +61,8 @@ class Raw:
 
 
 class StatePass:
-    """The open forward of a state over layers of every kind (``contracts.model.Pass``).
+    """The open forward of a state over layers of every kind: ``Pass`` and ``OpenPass`` of
+    ``contracts.model``, whose docstrings are not repeated here.
 
     It rotates and stores rows, and calls the attention backend. Each set of keys (see ``plans``) is
     planned once per layer class, when it is first asked for. Positions and slots of the new tokens
@@ -177,7 +178,6 @@ class StatePass:
 
     @property
     def places_T(self) -> Tensor:
-        """See ``contracts.model.Pass``."""
         return self._places_T
 
     @property
@@ -203,7 +203,6 @@ class StatePass:
         return rotate(x_THD, cos, sin, interleaved=interleaved)
 
     def turn(self, layer_id: int, x_THD: Tensor) -> Tensor:
-        """See ``contracts.model.OpenPass``."""
         layer = self._state.layer(layer_id)
         if isinstance(layer.spec, LatentAttention):
             return self.turn_last(x_THD, layer.spec.rope)
@@ -295,7 +294,6 @@ class StatePass:
     # -- rows that continue ------------------------------------------------------------------------
 
     def narrow(self, rows: NDArray[np.int64]) -> None:
-        """See ``contracts.model.OpenPass``."""
         self.require_all_alike("narrow")
         if not self.chosen.choose(rows):
             return
@@ -315,7 +313,6 @@ class StatePass:
             raise Unsupported(f"{verb}: the forward has a mask, positions or captured weights, which are of all rows")
 
     def write_rows(self, layer_id: int, rows: NDArray[np.int64], k: Tensor, v: Tensor | None) -> None:
-        """See ``contracts.model.OpenPass``."""
         layer = self._state.rows_layer(layer_id, "write_rows")
         self.chosen.check(rows)
         shape, state = geometry(layer.spec), self._state
@@ -352,7 +349,6 @@ class StatePass:
     # -- what blocks call --------------------------------------------------------------------------
 
     def attend(self, layer_id: int, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> Tensor:
-        """See ``contracts.model.Pass``."""
         layer = self._state.layer(layer_id, "attention_with_fused_qkv")
         key_value_spec("attention_with_fused_qkv", layer_id, layer)
         return self._attend(layer_id, layer, q_THD, k_THD, v_THD, layer.scoring, None)
@@ -397,7 +393,6 @@ class StatePass:
         return out_THD
 
     def attend_shared(self, source_layer_id: int, q_THD: Tensor) -> Tensor:
-        """See ``contracts.model.Pass``."""
         layer = self._state.layer(source_layer_id, "attention_with_shared_kv")
         key_value_spec("attention_with_shared_kv", source_layer_id, layer)
         prepared, view, turned_THD, q_sink = self._over_stored(source_layer_id, layer, "fused", q_THD)
@@ -481,7 +476,6 @@ class StatePass:
             started.let_wait(self._state.link, layer_id)
 
     def wait_for_layers(self, wait: Callable[[int], None]) -> None:
-        """See ``contracts.model.OpenPass``."""
         self._wait = wait
 
     def write(self, layer_id: int, layer: Layer, k_THD: Tensor, v_THD: Tensor | None = None) -> None:
@@ -621,7 +615,6 @@ class StatePass:
     def attention_parts(
         self, layer_id: int, norms: HeadNormWeights | None, dtype: torch.dtype
     ) -> AttentionParts | None:
-        """See ``contracts.model.Pass``."""
         if self.capturing or self._paged.layer_parts is None or dtype != self._paged.dtype:
             return None
         part = self._paged.layer_parts.of(layer_id, norms)
@@ -641,7 +634,6 @@ class StatePass:
         dtype: torch.dtype,
         recurrent: tuple[int, ...] = (),
     ) -> StackParts | None:
-        """See ``contracts.model.OpenPass``."""
         known = self._paged.layer_parts
         if self.awaited or self.marks or self.capturing or known is None or dtype != self._paged.dtype:
             return None
@@ -677,7 +669,6 @@ class StatePass:
         return forward
 
     def rehearse(self, rows: NDArray[np.int64], asking: NDArray[np.int64], first_layer: int) -> Rehearsal:
-        """See ``contracts.model.OpenPass``."""
         self.require_all_alike("rehearse")
         if any(self.batch.windows):
             raise Unsupported("rehearse: a sequence has a window of its own, whose sink is read at relative positions")
@@ -749,7 +740,6 @@ class StatePass:
         return merge(AttentionState(mine.out.to(q_THD.dtype), mine.lse), earlier).out
 
     def attend_cross(self, layer_id: int, q_THD: Tensor) -> Tensor:
-        """See ``contracts.model.Pass``."""
         encoders = self.encoder_rows(layer_id, "attend_cross")
         out_THD = encoders.attend(layer_id, q_THD)
         if self.capturing:
@@ -773,7 +763,6 @@ class StatePass:
     def linear_attention(
         self, layer_id: int, state_id: int, q_THK: Tensor, k_THK: Tensor, v_THV: Tensor, **options: Unpack[Gates]
     ) -> Tensor:
-        """See ``contracts.model.Pass``."""
         recurrent = self.recurrent(f"linear_attention of layer {layer_id}")
         self.require_open(layer_id)
         return recurrent.linear_attention(layer_id, state_id, q_THK, k_THK, v_THV, **options)
@@ -781,13 +770,11 @@ class StatePass:
     def convolve(
         self, layer_id: int, state_id: int, x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None = None
     ) -> Tensor:
-        """See ``contracts.model.Pass``."""
         recurrent = self.recurrent(f"convolve of layer {layer_id}")
         self.require_open(layer_id)
         return recurrent.convolve(layer_id, state_id, x_TC, weight_CW, bias_C)
 
     def recurrent_parts(self, layer_id: int) -> RecurrentParts | None:
-        """See ``contracts.model.Pass``."""
         recurrent = self.recurrent(f"recurrent_parts of layer {layer_id}")
         self.require_open(layer_id)
         return recurrent.parts(layer_id)

@@ -59,7 +59,7 @@ def debug_get_kv(
     if state.encoders is not None and layer in state.encoders.specs:
         return read_encoder(state, state.encoders, layer, seq_id, start, end, out)
     _require_token_rows(state, seq_id, layer, "debug_get_kv")
-    found = gathered(state, seq_id, start, end, layer, relative, out, "debug_get_kv")
+    found = _gathered(state, seq_id, start, end, layer, relative, "debug_get_kv")
     k = found[0].k if layer is not None else torch.stack([row.k for row in found])
     v = found[0].v if layer is not None else torch.stack([row.v for row in found])
     return (k, v) if out is None else filled(out, (k, v), state.paged.dtype)
@@ -76,7 +76,7 @@ def debug_get_kv_mla(
     out: Tensor | None = None,
 ) -> Tensor:
     _require_token_rows(state, seq_id, layer, "debug_get_kv_mla")
-    found = gathered(state, seq_id, start, end, layer, relative, None, "debug_get_kv_mla")
+    found = _gathered(state, seq_id, start, end, layer, relative, "debug_get_kv_mla")
     rows = [row.k.squeeze(1) for row in found]
     latent = rows[0] if layer is not None else torch.stack(rows)
     if out is None:
@@ -164,21 +164,17 @@ def debug_set(state: StateParts, layer_id: int, state_id: int, seq_id: SeqId, da
     part.debug_set(layer_id, state_id, seq_id, data.to(state.device))
 
 
-def gathered(
+def _gathered(
     state: StateParts,
     seq_id: SeqId,
     start: int | None,
     end: int | None,
     layer_id: int | None,
     relative: bool,
-    out: tuple[Tensor, Tensor] | None,
     verb: str,
 ) -> list[PlainRows]:
     """Return fresh copies of these rows, layer by layer."""
-    start = 0 if start is None else check_integer(start, f"{verb}: start", 0)
-    end = None if end is None else check_integer(end, f"{verb}: end", start)
-    if out is not None and len(out) != 2:
-        raise InvalidArgument(f"{verb}: out has {len(out)} tensors; a pair for K and V is needed")
+    start, end = _checked_range(start, end, verb)
     layers = layers_of(state, layer_id, verb) if has_rows(state, layer_id) else {}
     sequence = state.sequences.get(seq_id)
     gone = sequence.evicted if relative else 0
@@ -204,6 +200,11 @@ def gathered(
         slots = state.sequences.slots(layer.class_index, seq_id, parts)
         found.append(state.paged.format.expand(geometry(state.whole_specs[number]), state.take(number, slots)))
     return found
+
+
+def _checked_range(start: int | None, end: int | None, verb: str) -> tuple[int, int | None]:
+    start = check_integer(start or 0, f"{verb}: start", 0)
+    return start, None if end is None else check_integer(end, f"{verb}: end", start)
 
 
 def rows_to_set(state: StateParts, k: Tensor, v: Tensor | None, layer_id: int | None) -> tuple[dict[int, Layer], int]:
@@ -286,10 +287,7 @@ def read_encoder(
 ) -> tuple[Tensor, Tensor]:
     """Return rows of an encoder for ``debug_get_kv``: ``k [n, Hkv, Dk]``, ``v [n, Hkv, Dv]``."""
     verb = "debug_get_kv"
-    start = 0 if start is None else check_integer(start, f"{verb}: start", 0)
-    end = None if end is None else check_integer(end, f"{verb}: end", start)
-    if out is not None and len(out) != 2:
-        raise InvalidArgument(f"{verb}: out has {len(out)} tensors; a pair for K and V is needed")
+    start, end = _checked_range(start, end, verb)
     total = _require_set(state, part, layer_id, seq_id, start, end, verb)
     found = part.read(seq_id, layer_id, range(start, total if end is None else end))
     return (found.k, found.v) if out is None else filled(out, (found.k, found.v), state.paged.dtype)

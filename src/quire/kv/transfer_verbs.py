@@ -33,7 +33,7 @@ from quire.contracts.channel import Buffers, Channel
 from quire.contracts.ranks import HandOver
 from quire.kv.exchange import get_layout
 from quire.kv.forward_need import ForwardNeed
-from quire.kv.messages import VERSION, opened, packed
+from quire.kv.messages import VERSION, Transfer, opened, packed
 from quire.kv.metadata_checks import check_layout
 from quire.kv.parts import StateParts
 from quire.kv.position_maps import compressed, expanded
@@ -41,7 +41,6 @@ from quire.kv.reception import Reception
 from quire.kv.send_mark import SendMark
 from quire.kv.sequences import check_integer
 from quire.kv.stored_rows import require_held
-from quire.kv.transfer import Transfer
 
 OFFER_SECONDS = 5.0
 """Most seconds that a sender waits for the receiver's offer, which is sent before its map is."""
@@ -223,18 +222,16 @@ def _let_follow(state: StateParts, event: HandOver) -> None:
 
 
 class _Rank0:
-    """The channel of another rank than 0: it has none."""
+    """The ``Channel`` of another rank than 0: it has none."""
 
     def send(self, parts: Buffers) -> None:
-        """See ``contracts.channel.Channel``."""
         raise FailedPrecondition("rank 0 hands over for all ranks")
 
     def receive(self, timeout: float | None = None) -> memoryview | None:
-        """See ``contracts.channel.Channel``."""
         raise FailedPrecondition("rank 0 hands over for all ranks")
 
     def close(self) -> None:
-        """See ``contracts.channel.Channel``."""
+        pass
 
 
 _RANK_0 = _Rank0()

@@ -69,33 +69,25 @@ NO_TREE = Tree((), np.empty(0, dtype=np.int64), np.empty((0, 0), dtype=np.bool_)
 
 
 def parents_of_entries(
-    parents: TokenTreeParents | None, counts: Sequence[int], pending: Sequence[int]
+    parents: TokenTreeParents, counts: Sequence[int], pending: Sequence[int]
 ) -> list[list[int] | None]:
     """Return the parents of each entry's new nodes, None for an entry of ordinary tokens.
 
     ``pending``: the uncommitted nodes of each entry, after which new ones are counted.
-    ``InvalidArgument`` for what is neither None, nor one flat list of all parents, nor a list with
-    one item per entry; and for a list that is no tree.
+    ``InvalidArgument`` for what is neither one flat list of all parents, nor a list with one item
+    per entry; and for a list that is no tree.
     """
-    if parents is None:
-        return [None] * len(counts)
-    try:
-        items = list(parents)
-    except TypeError:
-        raise InvalidArgument(
-            f"token_tree_parents {parents!r}; a list of parents, or a list of lists, is needed"
-        ) from None
+    flat = [item for item in parents if isinstance(item, int)]
     entries: list[list[int] | None]
-    if items and all(is_integer(item) for item in items):
-        if len(items) != sum(counts):
-            raise InvalidArgument(f"token_tree_parents: {len(items)} parents for {sum(counts)} new tokens")
-        flat = [int(item) for item in items]  # type: ignore[arg-type]
+    if flat:
+        if len(flat) != sum(counts):
+            raise InvalidArgument(f"token_tree_parents: {len(flat)} parents for {sum(counts)} new tokens")
         ends = np.cumsum(counts).tolist()
         entries = [flat[end - count : end] for end, count in zip(ends, counts, strict=True)]
     else:
-        if len(items) != len(counts):
-            raise InvalidArgument(f"token_tree_parents: {len(items)} items for {len(counts)} entries; give one each")
-        entries = [None if item is None else _integers(item) for item in items]
+        entries = [None if item is None else list(item) for item in parents if not isinstance(item, int)]
+        if len(entries) != len(counts):
+            raise InvalidArgument(f"token_tree_parents: {len(entries)} items for {len(counts)} entries; give one each")
     for entry, count, old in zip(entries, counts, pending, strict=True):
         if entry is None:
             continue
@@ -107,15 +99,3 @@ def parents_of_entries(
                     f"token_tree_parents: node {node} has parent {parent}; -1 <= parent < {node} is needed"
                 )
     return entries
-
-
-def is_integer(value: object) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-
-
-def _integers(item: object) -> list[int]:
-    if not isinstance(item, (list, tuple, range, np.ndarray)) or not all(is_integer(value) for value in item):
-        raise InvalidArgument(
-            f"token_tree_parents: {item!r} is no list of parents; a list of integers of -1 or more, or None, is accepted"
-        )
-    return [int(value) for value in item]

@@ -38,10 +38,6 @@ class Window(SequenceWindow):
             return np.maximum(q_T + 1 - self.size, 0)
         return np.full_like(q_T, max(0, base - self.size))
 
-    def evicted_of(self, q: int, base: int) -> int:
-        """Return e of one query."""
-        return max(0, (q + 1 if self.eviction == "token" else base) - self.size)
-
 
 @dataclass(frozen=True, slots=True)
 class Visibility:
@@ -85,7 +81,7 @@ def floors(base: int, window: Window | None, layer_window: int | None) -> Floors
     layer = 0 if layer_window is None else max(0, base + 1 - layer_window)
     if window is None:
         return Floors(0, layer, layer)
-    evicted = window.evicted_of(base, base)
+    evicted = max(0, (base + 1 if window.eviction == "token" else base) - window.size)
     low = max(layer, evicted + window.sink if evicted else 0)
     return Floors(low if layer >= window.sink else layer, low, layer)
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from quire.adapters.pool import AdapterPool
 from quire.base.errors import FailedPrecondition, QuireError, RanksBroken, Unsupported
 from quire.base.types import FinishImport, Import, Load, Remove, SeqId, Step
-from quire.blend.forward import check_pieces, pieces_of
+from quire.blend.forward import pieces_of
 from quire.blend.rows_task import RowsPiece
 from quire.contracts.adapters import Adapter
 from quire.contracts.model import num_blocks, stages_of
@@ -270,11 +270,7 @@ class RankedRunner:
             if one is None or one.source not in self.row_sources.sources:
                 continue
             source = self.row_sources.sources[one.source]
-            layers = {layer: pieces_of(source, layer, chunk) for layer in state.paged.specs}
-            if grid.stages > 1:
-                # A stage that misses rows would leave the others waiting.
-                for layer, pieces in layers.items():
-                    check_pieces(layer, chunk, one, pieces)
+            layers = {layer: pieces_of(source, layer, chunk, one) for layer in state.paged.specs}
             for rank, part in enumerate(parts):
                 part[one.source] = HeldRows(
                     {

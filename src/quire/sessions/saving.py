@@ -24,9 +24,9 @@ from quire.kv.windows import Window
 from quire.models.fingerprint import ModelIdentity
 from quire.sessions.chat_turns import ChatTurns
 from quire.sessions.live_sequence import LiveSequence
-from quire.statefile.container import HeaderLimits, StateFile, TensorSpec, bytes_of, plan_of, read_state, write_state
+from quire.statefile.container import StateFile, bytes_of, plan_of, read_state, write_state
 from quire.statefile.container import to_bytes as container_bytes
-from quire.statefile.header import MAX_CONTAINERS, check_json, containers
+from quire.statefile.header import MAX_CONTAINERS, HeaderLimits, TensorSpec, check_json, containers
 from quire.statefile.schema import check_metadata
 
 LONGEST = 1 << 22

@@ -28,20 +28,7 @@ from quire.base import interrupts
 from quire.base.errors import DataLoss, FailedPrecondition, InvalidArgument, NotFound, Unsupported
 from quire.base.host_link import host_link
 from quire.statefile.atomic_file import check_regular, os_errors, replacing
-from quire.statefile.header import JSON, VERSION, HeaderDraft, HeaderLimits, TensorSpec, checksum, read_header, some
-
-__all__ = [
-    "JSON",
-    "VERSION",
-    "HeaderLimits",
-    "StateFile",
-    "TensorSpec",
-    "header_size",
-    "plan_of",
-    "read_state",
-    "to_bytes",
-    "write_state",
-]
+from quire.statefile.header import JSON, HeaderDraft, HeaderLimits, TensorSpec, checksum, read_header, some
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 

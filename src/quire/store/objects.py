@@ -16,7 +16,8 @@ from torch import Tensor
 from quire.base.errors import QuireError
 from quire.contracts.kv_state import TensorPlan
 from quire.contracts.store import Blob, ObjectKey
-from quire.statefile.container import StateFile, TensorSpec, read_state, to_bytes
+from quire.statefile.container import StateFile, read_state, to_bytes
+from quire.statefile.header import TensorSpec
 from quire.statefile.schema import check_metadata
 from quire.store.records import Unfit
 

@@ -23,8 +23,7 @@ from quire.base.process_exit import end_with_process
 from quire.contracts.store import Blob, ObjectKey, ObjectKind, StoreTier, TierStat
 from quire.store.arriving_blob import ArrivingBlob
 from quire.store.memory import MemoryTier
-from quire.store.store_metrics import DAMAGE, StoreMetrics
-from quire.store.tier_guard import TierGuard
+from quire.store.tier_guard import DAMAGE, StoreMetrics, TierGuard
 
 R = TypeVar("R")
 
@@ -180,7 +179,7 @@ class Store:
 
     def damaged(self, key: ObjectKey, tier_kind: str, reason: str) -> None:
         """Count a damaged or unfit object that a tier returned, and remove it there. Reasons are
-        those of ``store_metrics.DAMAGE``; any other counts as ``other``."""
+        those of ``tier_guard.DAMAGE``; any other counts as ``other``."""
         self.metrics.damaged.inc(reason if reason in DAMAGE else "other")
         if (tier_kind, reason) not in self._reported:  # later ones are only counted in the metrics
             self._reported.add((tier_kind, reason))

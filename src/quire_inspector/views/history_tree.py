@@ -32,12 +32,7 @@ class _Tree:
     def add(self, branch: ReadBranch, name: str) -> None:
         ids_T = branch.ids()
         node, matched = self.root.walk(ids_T)
-        node = node.ending_at(matched)
-        if matched < ids_T.size:
-            leaf = PrefixNode(ids_T[matched:].copy(), ids_T.size, node)
-            node.children[int(leaf.edge[0])] = leaf
-            node = leaf
-        self.ends.setdefault(id(node), []).append(name)
+        self.ends.setdefault(id(node.leaf(ids_T, matched)), []).append(name)
 
 
 def history_of(

@@ -20,7 +20,6 @@ class PlainFormat(KVFormat):
     dtype: torch.dtype
 
     def planes(self, shape: Geometry) -> Mapping[str, Plane]:
-        """See ``KVFormat``."""
         if shape.latent:
             return {"latent": Plane((shape.key_dim,), self.dtype)}
         sizes = {"k": shape.key_dim, "v": shape.value_dim}
@@ -38,5 +37,4 @@ class PlainFormat(KVFormat):
         return PlainRows(k_N1R, k_N1R[..., : shape.value_dim])
 
     def view(self, shape: Geometry, planes: Mapping[str, Tensor]) -> PlainRows:
-        """See ``KVFormat``."""
         return self.expand(shape, planes)
