@@ -248,7 +248,7 @@ async def _of_prompt(request: Request, body: ChatRequest, function: Callable[[Sp
 
     def run() -> T:
         with naming({}, "messages"):
-            return function(chat.texts, chat.prompt(chat.messages, chat.tools))
+            return function(chat.writer.texts, chat.prompt(chat.messages, chat.tools))
 
     return await in_texts(asked.context, request, len(await request.body()), run)
 
@@ -308,16 +308,16 @@ def _rendered(
         parts: Sequence[Segment | str] = [text]
         unplaced: tuple[str, ...] = ()
         if asked.blend is not None:
-            _, texts = without_segments(chat.texts.messages(asked.segmented))
+            _, texts = without_segments(chat.writer.texts.messages(asked.segmented))
             parts, unplaced = cut_at_segments(text, chat.messages, texts, partial(chat.prompt, tools=chat.tools))
 
         def encode(count: int) -> EncodedPrompt:
-            return EncodedPrompt.of(first_of(parts, count), chat.texts.encode_part)
+            return EncodedPrompt.of(first_of(parts, count), chat.writer.texts.encode_part)
 
         prompt = encode(len(text))
         for mark in asked.marks:
             pin_at(asked.hints, mark, chat, (text, prompt.ids), lambda count: encode(count).ids)
-        return prompt, unplaced, *_reading(asked, chat.template, text)
+        return prompt, unplaced, *_reading(asked, chat.writer.template, text)
 
 
 def _reading(asked: _Asked, template: str, prompt: str | None) -> tuple[MessageFormat, SamplingParams]:
