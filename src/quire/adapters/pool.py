@@ -237,7 +237,6 @@ class AdapterPool:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of all loaded adapters on the host."""
         return sum(held.adapter.nbytes for held in self._loaded.values())
 
     @property

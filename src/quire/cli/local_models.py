@@ -135,7 +135,6 @@ def _size(files: Iterable[Path]) -> int:
 
 
 def models_table(models: Iterable[LocalModel]) -> Any:
-    """Return a table of models."""
     from quire.cli.tables import folding_table
 
     rows = [(one.name, one.weights or "-", _size_words(one.nbytes), one.place) for one in models]

@@ -52,7 +52,6 @@ class PrefixMap:
             self._replicas.popitem(last=False)
 
     def remove(self, replica: str) -> None:
-        """Forget a replica."""
         for block in [block for block, replicas in self._replicas.items() if replica in replicas]:
             self._replicas[block].discard(replica)
             if not self._replicas[block]:

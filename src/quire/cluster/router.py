@@ -84,7 +84,6 @@ class Router:
         return self.load[name] > min(self.load.values()) + self.slack
 
     def place(self, session: str, replica: str) -> None:
-        """Note the replica of a session."""
         self.sessions.pop(session, None)
         self.sessions[session] = replica
         if len(self.sessions) > MOST_SESSIONS:

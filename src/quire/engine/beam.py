@@ -44,7 +44,6 @@ class Hypothesis:
     stop: str | int | None = None
 
     def grown(self, entry: TokenLogprobs, reason: FinishReason | None, stop: str | int | None) -> Hypothesis:
-        """Return this one with one token more."""
         chosen = entry.chosen
         return Hypothesis(
             (*self.tokens, chosen.token_id), (*self.logprobs, entry), self.total + chosen.logprob, reason, stop
@@ -252,7 +251,6 @@ class BeamSearch:
             self._beams, self._branches = [], []
 
     def output(self, prompt: str | None = None) -> BeamSearchOutput:
-        """Return the result of the search."""
         params, tokenizer = self._params, self._engine.tokenizer
         ids = self._prompt.tolist()
         before = "" if tokenizer is None else tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens)

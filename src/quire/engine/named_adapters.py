@@ -21,8 +21,6 @@ from quire.engine.engine import Engine
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterInfo:
-    """A loaded adapter."""
-
     name: str
     path: str
     """Where it was read from."""

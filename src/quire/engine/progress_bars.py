@@ -144,7 +144,6 @@ def prompt_pieces(tokens: Sequence[int], step_tokens: int) -> Generator[Sequence
 
 @contextmanager
 def byte_bar(what: str, total: int, use_tqdm: bool | None) -> Iterator[Bar]:
-    """Give a bar of ``total`` bytes."""
     shown = is_wanted(use_tqdm)
     delay = 0 if use_tqdm else DELAY
     with Bar(

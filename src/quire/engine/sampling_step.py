@@ -31,15 +31,11 @@ from quire.text.tokenizer import Tokenizer
 
 
 class Ends(Protocol):
-    """Ends requests."""
-
     def finish(self, request: Request, reason: FinishReason, stop: str | int | None = None) -> None:
         """End a request; ``stop``: the stop string or token, or "context"."""
         ...
 
-    def fail(self, request: Request, error: QuireError) -> Request:
-        """End a request with an error, and return it."""
-        ...
+    def fail(self, request: Request, error: QuireError) -> Request: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -173,7 +169,6 @@ class SamplingStep:
         return request.params is not None and len(request.output.token_ids) + unread < request.params.min_tokens
 
     def _end_tokens(self, params: SamplingParams | None) -> tuple[int, ...]:
-        """Return the tokens that end a text."""
         if params is None:
             return ()
         return tuple((set() if params.ignore_eos else self.eos_ids) | params.stop_ids)

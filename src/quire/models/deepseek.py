@@ -110,7 +110,6 @@ class LatentDecoder(Decoder[L]):
     """A ``Decoder`` with latent attention in all layers."""
 
     def __init__(self, config: L, parameters: Parameters, values: Mapping[str, Any], mlp: MlpBuilder[L]) -> None:
-        """See ``Decoder``."""
         super().__init__(config, parameters, values, mlp)
         for layer, (block, spec) in enumerate(zip(self._decoder_blocks, config.layers, strict=True)):
             assert isinstance(spec, FullAttention)

@@ -169,7 +169,6 @@ def read_falcon_h1_config(fields: ConfigFields, max_model_len: int | None) -> Fa
 
 
 def falcon_h1_spellings(config: FalconH1Config) -> Sequence[NameTable]:
-    """Return the one name table of Falcon-H1."""
     table = respelled(name_table(config.trunk, Names(norms=NORMS)), SPELLINGS)
     return ({**table, **mamba_names(config, "model.layers.{}.mamba", "{}")},)
 

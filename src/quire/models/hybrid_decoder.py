@@ -49,8 +49,6 @@ class MixerShape(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HybridConfig:
-    """The computation of a hybrid."""
-
     OWN: ClassVar[tuple[str, ...]] = ()
     """Fields that a family adds to ``canonical``, of JSON types."""
 

@@ -35,8 +35,6 @@ UNBOUNDED = 1 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MambaConfig(HybridConfig):
-    """A hybrid with Mamba-2 mixers."""
-
     mixer: Mamba2Shape
     activation: ActivationName
     """The activation after the convolution."""

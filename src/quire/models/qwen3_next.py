@@ -84,7 +84,6 @@ def read_qwen3_next_config(values: Mapping[str, Any], max_model_len: int | None 
 
 
 def read_qwen3_5_config(values: Mapping[str, Any], max_model_len: int | None = None) -> DeltaConfig:
-    """Read ``Qwen3_5ForCausalLM``."""
     return _read_dense(ConfigFields(without_sections(values)), "Qwen3_5ForCausalLM", max_model_len)
 
 

@@ -79,11 +79,9 @@ class PreparedPrompts:
     """The result of the checks of each; None where it is a session."""
 
     def media_of(self, number: int) -> Media:
-        """Return the embeddings of one prompt."""
         return self.media[number] if self.media else NO_MEDIA
 
     def pieces_of(self, number: int) -> Pieces:
-        """Return the pieces of one prompt."""
         return self.pieces[number] if self.pieces else WHOLE
 
     def session_of(self, number: int) -> Session | None:

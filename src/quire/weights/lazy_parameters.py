@@ -242,7 +242,6 @@ class LazyParameters(Mapping[str, Tensor]):
         return all(isinstance(place.format, GgufBlocks | CodedFormat) for place in self._tensors[name].values())
 
     def _on_device(self, parameter: Tensor) -> Tensor:
-        """Return memory for a parameter."""
         found, _ = allocate({"": parameter.shape}, parameter.dtype, self._device)
         return found[""]
 

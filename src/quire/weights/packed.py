@@ -59,7 +59,6 @@ EXACT_FORMS: tuple[WeightForm, ...] = ("float32", "bfloat16", "blocks", "rows")
 
 
 def pack(weight_OI: Tensor, form: WeightForm) -> PackedMatrix:
-    """Return the weights in a form."""
     return FORMS[form].pack(weight_OI)
 
 

@@ -40,8 +40,6 @@ class Closable(Protocol):
 
 
 class JsonAnswer(Response):
-    """A JSON object as a body."""
-
     media_type = "application/json"
 
     def render(self, content: Mapping[str, Any]) -> bytes:
@@ -136,7 +134,6 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": self.written(chunk), "more_body": True})
 
     def written(self, chunk: Chunk) -> bytes:
-        """Return a chunk as it is sent."""
         return b"data: " + encode_json(chunk) + b"\n\n"
 
 

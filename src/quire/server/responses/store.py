@@ -31,8 +31,6 @@ _KEPT = "response-"
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A response with its conversation."""
-
     body: dict[str, Any]
     """What ``GET /v1/responses/{id}`` answers."""
     items: list[Item]
