@@ -25,7 +25,6 @@ from quire.sampling.request_sampler import RequestSampler
 from quire.sampling.sampled_tokens import SampledTokens, TokenLogprobs
 from quire.sampling.sampler import can_wait, sample, sample_later
 from quire.sampling.seen_tokens import SeenTokens
-from quire.text.bad_words import spelled
 from quire.text.detokenizer import IncrementalDetokenizer
 from quire.text.tokenizer import Tokenizer
 
@@ -249,7 +248,7 @@ class SampleOutputs:
 
     def exclusions(self, params: SamplingParams) -> Exclusions:
         """Return the tokens that the samples of a request may not draw."""
-        bad = () if self.tokenizer is None or not params.words else spelled(self.tokenizer, params.words)
+        bad = () if self.tokenizer is None or not params.words else self.tokenizer.spellings(params.words)
         return Exclusions.of(params, self.vocab_size, bad)
 
     def make(self, tokens: TokenHistory, params: SamplingParams, index: int, exclusions: Exclusions) -> Output:

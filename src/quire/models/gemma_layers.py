@@ -59,7 +59,6 @@ class LayeredConfig(DecoderConfig):
     """The blocks whose V is K, before its norm and its rotation."""
 
     def divided(self, share: Share) -> Self:
-        """See ``DecoderConfig``."""
         inner = tuple(share.part(one, "elements of intermediate_size") for one in self.inner_sizes)
         return replace(DecoderConfig.divided(replace(self, intermediate_size=0), share), inner_sizes=inner)
 
@@ -242,13 +241,11 @@ class LayeredDecoder(Trunk):
         self.wide = self if config.input_size or spread is not None else None
 
     def keep(self, stages: Stages) -> None:
-        """See ``Trunk``."""
         super().keep(stages)
         if not stages.is_first:
             self._inputs = self._spread = None
 
     def pack(self, kernels: LayerKernels) -> bool:
-        """See ``Trunk``."""
         for part in (self._inputs, self._spread):
             self.parameter_bytes += pack_maps(part, kernels) if part is not None else 0
         return super().pack(kernels)

@@ -286,6 +286,15 @@ class Tokenizer:
                 return text
         return join_pieces(self.token_bytes, ids, skip_special_tokens=skip_special_tokens).decode(errors="replace")
 
+    def spellings(self, words: Sequence[str]) -> list[list[int]]:
+        """Return the tokens of each word as it is given, without white space before it, and behind
+        one space: the beginning of a word belongs to its first token in most vocabularies."""
+        texts: dict[str, None] = {}
+        for word in words:
+            bare = word.lstrip()
+            texts |= dict.fromkeys((word, bare, f" {bare}") if bare else (word,))
+        return [ids for text in texts if (ids := self.encode_inside(text))]
+
     def token_text(self, token_id: int) -> str:
         """Return the text of one token inside a text, for log-probabilities: special tokens spelled
         out, leading space kept. Part of a character is U+FFFD; ``token_bytes.piece`` has the

@@ -46,19 +46,16 @@ class Awq(CodeFormat):
         }
 
     def codes(self, name: str, stored: Mapping[str, Tensor], shape: Shape, groups_I: Tensor, some: slice) -> Tensor:
-        """See ``CodeFormat``."""
         words, zeros, _ = stored.values()
         found = words[:, some.start // EIGHT : whole(some.stop, EIGHT)]
         return (_codes(found, some.stop - some.start) - _codes(zeros, shape[0])[:, some][groups_I]).mT
 
     def scales(self, name: str, stored: Mapping[str, Tensor], shape: Shape) -> Tensor:
-        """See ``CodeFormat``."""
         scales_gO = list(stored.values())[2]
         check_finite(name, scales_gO)
         return scales_gO.mT
 
     def order(self, stored: Mapping[str, Tensor]) -> Tensor | None:
-        """See ``CodeFormat``."""
         return None
 
 

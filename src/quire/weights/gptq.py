@@ -52,7 +52,6 @@ class Gptq(CodeFormat):
         return found
 
     def codes(self, name: str, stored: Mapping[str, Tensor], shape: Shape, groups_I: Tensor, some: slice) -> Tensor:
-        """See ``CodeFormat``."""
         words, zeros, *_ = stored.values()
         if self.zeros_less_one:  # of the whole word: what one zero borrowed of the next comes back
             zeros = zeros + sum(1 << at for at in range(0, 32, self.bits))
@@ -60,13 +59,11 @@ class Gptq(CodeFormat):
         return self._unpacked(words[:, some].mT, shape[1]) - zeros_gO[:, some].mT[:, groups_I]
 
     def scales(self, name: str, stored: Mapping[str, Tensor], shape: Shape) -> Tensor:
-        """See ``CodeFormat``."""
         scales_gO = list(stored.values())[2]
         check_finite(name, scales_gO)
         return scales_gO.mT
 
     def order(self, stored: Mapping[str, Tensor]) -> Tensor | None:
-        """See ``CodeFormat``."""
         return list(stored.values())[3] if self.has_order else None
 
     def _unpacked(self, words: Tensor, count: int) -> Tensor:

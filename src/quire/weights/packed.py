@@ -17,7 +17,7 @@ from quire.contracts.linear import PackedMatrix, WeightForm
 from quire.weights.block_panels import block_rows_of, unpack_blocks
 from quire.weights.float8 import Float8Rows, rounded_rows
 from quire.weights.gguf_blocks import HEADS, SIZES, values_of_rows
-from quire.weights.panels import PANEL, Bfloat16Panels, Float32Panels, Int4Panels, Int8Panels
+from quire.weights.panels import INT4, INT8, PANEL, Bfloat16Panels, Float32Panels
 
 
 class PackedForm(Protocol):
@@ -50,7 +50,7 @@ class PackedForm(Protocol):
 
 
 FORMS: Mapping[WeightForm, PackedForm] = {
-    form.name: form for form in (Float32Panels(), Bfloat16Panels(), Int8Panels(), Int4Panels(), Float8Rows())
+    form.name: form for form in (Float32Panels(), Bfloat16Panels(), INT8, INT4, Float8Rows())
 }
 
 

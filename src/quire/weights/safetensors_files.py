@@ -115,16 +115,13 @@ class SafetensorsFiles:
             self._open = stack.pop_all()
 
     def close(self) -> None:
-        """See ``WeightSource``."""
         self._handles.clear()
         self._open.close()
 
     def format(self, name: str, usual: WeightFormat) -> WeightFormat:
-        """See ``WeightSource``."""
         return usual if self._formats is None else self._formats.format(name, usual, self.tensors)
 
     def read(self, name: str) -> Tensor:
-        """See ``WeightSource``."""
         header = self.tensors[name]
         try:
             tensor: Tensor = self._handles[header.file].get_tensor(name)
@@ -133,7 +130,6 @@ class SafetensorsFiles:
         return tensor
 
     def slices(self) -> dict[str, Any]:
-        """See ``WeightSource``."""
         return {name: self._handles[header.file].get_slice(name) for name, header in self.tensors.items()}
 
     def _add(self, file: Path, headers: Mapping[str, TensorHeader]) -> None:

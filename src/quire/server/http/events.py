@@ -105,7 +105,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = scope.get("state", {}).get("request_id")
         try:
-            sender = await _done_unless_gone(receive, self._send(send, request_id))
+            sender = await done_unless_gone(receive, self._send(send, request_id))
         finally:
             await self._chunks.aclose()
             for source in self._sources:
@@ -151,13 +151,13 @@ class NamedEventStream(EventStream):
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """Await ``work``. If the client goes away, cancel it and raise ``Cancelled``."""
-    task = await _done_unless_gone(request.receive, work)
+    task = await done_unless_gone(request.receive, work)
     if task is None:
         raise Cancelled("the client closed the connection")
     return task.result()
 
 
-async def _done_unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> asyncio.Task[T] | None:
+async def done_unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> asyncio.Task[T] | None:
     """Return the task of ``work`` once it is done; None if the client goes away before."""
 
     async def gone() -> None:
