@@ -76,9 +76,6 @@ class IntegerCodes(CodeFormat):
         check_finite(name, scales)
         return scales.reshape(shape[0] if scales.numel() > 1 else 1, -1)
 
-    def order(self, stored: Mapping[str, Tensor]) -> Tensor | None:
-        return list(stored.values())[-1] if self.has_order else None
-
 
 def unpacked(words_OW: Tensor, bits: int, count: int) -> Tensor:
     """Return the first codes of words, int8 ``[O, count]``: unsigned ones less the middle."""
