@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from quire.base.errors import CheckpointError, Unsupported
+from quire.base.json_files import read_json
 
 logger = logging.getLogger(__name__)
 
@@ -271,17 +272,9 @@ def config_reader(read: Callable[[ConfigFields, int | None], C]) -> ConfigReader
 def read_config_file(path: Path) -> dict[str, Any]:
     """Read ``config.json`` in ``path``; raise ``CheckpointError`` if it is no JSON object."""
     file = path / "config.json"
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is no model checkpoint: it has neither config.json nor a GGUF file") from None
-    except (OSError, UnicodeDecodeError, RecursionError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from error
-    except json.JSONDecodeError as error:
-        raise CheckpointError(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{file} holds a JSON {type(values).__name__}; expected an object")
-    return values
+    if not file.exists():
+        raise CheckpointError(f"{path} is no model checkpoint: it has neither config.json nor a GGUF file")
+    return read_json(file)
 
 
 def refuse_unsupported(fields: ConfigFields) -> None:
