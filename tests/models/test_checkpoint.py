@@ -139,7 +139,7 @@ def test_a_file_that_cannot_be_mapped(single_file: Path, monkeypatch: pytest.Mon
         (lambda path: (path / "config.json").unlink(), "has neither config.json nor a GGUF file"),
         (lambda path: (path / "config.json").write_text("{"), "config.json cannot be read as JSON"),
         (lambda path: (path / "config.json").write_bytes(b"\xff\xfe\x00"), "config.json cannot be read"),
-        (lambda path: (path / "config.json").write_text("[1]"), "JSON list; expected an object"),
+        (lambda path: (path / "config.json").write_text("[1]"), "must hold a JSON object, found list"),
         (lambda path: (path / SINGLE_FILE).unlink(), f"holds neither {SINGLE_FILE} nor {INDEX_FILE}$"),
         (lambda path: (path / SINGLE_FILE).rename(path / "pytorch_model.bin"), "pytorch_model.bin: convert it to safe"),
     ],

@@ -397,7 +397,6 @@ class AdapterPool:
                 self.loads += 1
 
     def _give_up(self, adapter_id: int) -> None:
-        """Evict an adapter from the device."""
         del self._first[adapter_id]
         held = self._loaded[adapter_id]
         held.head_table = held.embedding = None

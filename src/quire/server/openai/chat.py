@@ -75,8 +75,6 @@ async def answer_chat(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Asked:
-    """A checked request."""
-
     context: Context
     body: ChatRequest
     """The body, whose messages have neither marks nor segments."""
@@ -94,7 +92,6 @@ class _Asked:
 
 
 async def _read(request: Request, body: ChatRequest) -> _Asked:
-    """Return the checked request. Raise ``ApiError``."""
     context = context_of(request)
     refuse_unsupported(body)
     check_variables(body.chat_template_kwargs)
