@@ -31,12 +31,14 @@ def _padded(weight_OI: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Float32Panels:
-    """float32 ``[p, I, 32]``."""
+class FloatPanels:
+    """float32 ``[p, I, 32]``, or bfloat16 ``[p, I / 2, 32, 2]``: pairs of inputs stand together."""
 
-    name: Literal["float32"] = "float32"
-    bits: float = 32.0
-    dtype: torch.dtype = torch.float32
+    name: Literal["float32", "bfloat16"]
+    bits: float
+    dtype: torch.dtype
+    together: int
+    """Inputs that stand together."""
 
     def group(self, inputs: int) -> int:
         """See ``PackedForm``."""
@@ -45,45 +47,24 @@ class Float32Panels:
 
     def shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
         """See ``PackedForm``."""
-        return -(-outputs // PANEL), inputs, PANEL
+        pairs = (self.together,) if self.together > 1 else ()
+        return -(-outputs // PANEL), inputs // self.together, PANEL, *pairs
 
     def pack(self, weight_OI: Tensor) -> PackedMatrix:
         """See ``PackedForm``."""
         outputs, inputs = weight_OI.shape
-        values = _padded(weight_OI).float().view(-1, PANEL, inputs).mT.contiguous()
+        rows = _padded(weight_OI).to(self.dtype).view(-1, PANEL, inputs // self.together, self.together)
+        values = rows.transpose(1, 2).contiguous().view(self.shape(outputs, inputs))
         return PackedMatrix(self.name, outputs, inputs, 0, values, None)
 
     def unpack(self, packed: PackedMatrix) -> Tensor:
         """See ``PackedForm``."""
-        return packed.values.mT.reshape(-1, packed.inputs)[: packed.outputs]
+        values = packed.values.float().view(*packed.values.shape[:3], self.together)
+        return values.transpose(1, 2).reshape(-1, packed.inputs)[: packed.outputs]
 
 
-@dataclass(frozen=True, slots=True)
-class Bfloat16Panels:
-    """bfloat16 ``[p, I / 2, 32, 2]``: pairs of inputs stand together."""
-
-    name: Literal["bfloat16"] = "bfloat16"
-    bits: float = 16.0
-    dtype: torch.dtype = torch.bfloat16
-
-    def group(self, inputs: int) -> int:
-        """See ``PackedForm``."""
-        del inputs
-        return 0
-
-    def shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
-        """See ``PackedForm``."""
-        return -(-outputs // PANEL), inputs // 2, PANEL, 2
-
-    def pack(self, weight_OI: Tensor) -> PackedMatrix:
-        """See ``PackedForm``."""
-        outputs, inputs = weight_OI.shape
-        pairs = _padded(weight_OI).bfloat16().view(-1, PANEL, inputs // 2, 2).transpose(1, 2).contiguous()
-        return PackedMatrix(self.name, outputs, inputs, 0, pairs, None)
-
-    def unpack(self, packed: PackedMatrix) -> Tensor:
-        """See ``PackedForm``."""
-        return packed.values.float().transpose(1, 2).reshape(-1, packed.inputs)[: packed.outputs]
+FLOAT32 = FloatPanels("float32", 32.0, torch.float32, 1)
+BFLOAT16 = FloatPanels("bfloat16", 16.0, torch.bfloat16, 2)
 
 
 @dataclass(frozen=True, slots=True)
