@@ -26,7 +26,6 @@ from torch import Tensor
 from quire.contracts.block_calls import LayerKernels
 from quire.contracts.model import Block
 from quire.contracts.ranks import Share, Stages
-from quire.contracts.rows import ActivationName
 from quire.models.blocks import Mixer
 from quire.models.config_fields import ConfigFields
 from quire.models.decoder import DecoderConfig, Parameters, Trunk, linear, norm_of
@@ -194,12 +193,7 @@ class LayerInput:
 def layer_input(config: LayeredConfig, block: int, parameters: Parameters) -> LayerInput:
     """Build a block's part that takes its input."""
     gate, out = (linear(parameters, f"{block}.{name}") for name in ("input_gate", "input_out"))
-    return LayerInput(gate, out, rms_norm(config, parameters, f"{block}.input_norm"), activation_of(config.activation))
-
-
-def activation_of(name: ActivationName) -> Callable[[Tensor], Tensor]:
-    """Return the function, which gives a fresh tensor."""
-    return ACTIVATIONS[name]
+    return LayerInput(gate, out, rms_norm(config, parameters, f"{block}.input_norm"), ACTIVATIONS[config.activation])
 
 
 @dataclass(slots=True, eq=False)
