@@ -68,14 +68,3 @@ def _groups(controller: str, root: Path) -> Iterator[tuple[Path, bool]]:
         inside = PurePosixPath(path.lstrip("/"))
         for group in (inside, *inside.parents) if inside.name else (inside,):
             yield tree / group, bool(controllers)
-
-
-def short_size(nbytes: int) -> str:
-    """Return a number of bytes in GiB or MiB."""
-    unit, name = (30, "GiB") if nbytes >= 1 << 30 else (20, "MiB")
-    return f"{nbytes / (1 << unit):.2f} {name}"
-
-
-def size_words(nbytes: int) -> str:
-    """Return a number of bytes for a message, in GiB or MiB and in bytes."""
-    return f"{short_size(nbytes)} ({nbytes:,} bytes)"

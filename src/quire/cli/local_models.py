@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from quire.base.errors import CheckpointError
-from quire.base.process_limits import short_size
+from quire.base.errors import CheckpointError, short_size
 from quire.models.catalogue import bundled_models, gguf_files
 from quire.models.ollama_files import ollama_models, read_json
 from quire.weights.gguf_paths import MAGIC, part_files

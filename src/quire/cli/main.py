@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quire.base.config import named_paths
-from quire.base.errors import FailedPrecondition, InvalidArgument, NotFound, Unsupported
+from quire.base.errors import FailedPrecondition, InvalidArgument, NotFound, Unsupported, size_words
 from quire.base.sampling_params import SamplingParams
 from quire.base.signatures import require_text
 from quire.cli.bench import bench_app
@@ -438,7 +438,6 @@ def quantize(
     """
     import torch
 
-    from quire.base.process_limits import size_words
     from quire.build import check_quantized, layer_kernels
     from quire.cli.quantize import BITS, check_source, check_target, write_quantized
     from quire.models.catalogue import resolve_model

@@ -14,8 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.base.errors import ResourceExhausted
-from quire.base.process_limits import size_words
+from quire.base.errors import ResourceExhausted, size_words
 from quire.base.progress import Bar
 from quire.contracts.linear import BlockRows, CodeRows
 from quire.contracts.weights import CodedFormat
