@@ -22,8 +22,8 @@ from quire.adapters.pool import AdapterPool
 from quire.adapters.targets import absent_linears, embedding_of, linears_of, low_rank_refusal
 from quire.adapters.texts import check_adapter_texts
 from quire.base.config import ATTENTION_CLASSES, EngineConfig, ExecutorConfig, parse_bytes
-from quire.base.errors import CheckpointError, InvalidArgument, Unsupported
-from quire.base.process_limits import free_memory, size_words
+from quire.base.errors import CheckpointError, InvalidArgument, Unsupported, size_words
+from quire.base.process_limits import free_memory
 from quire.base.sampling_params import SamplingParams
 from quire.base.speculation import Speculation, read_speculation
 from quire.branches.stored_state import StoredState

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.cluster.prefixes import BLOCK, PrefixMap, digests
-from quire.cluster.router import Choice, Router
+from quire.cluster.router import BLOCK, Choice, PrefixMap, Router, digests
 
 
 def test_equal_digests_are_equal_beginnings() -> None:

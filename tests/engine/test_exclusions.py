@@ -18,7 +18,6 @@ from torch import Tensor
 
 from quire import LLM, SamplingParams, Unsupported
 from quire.base.errors import InvalidArgument
-from quire.text.bad_words import spelled
 
 PROMPT = random_tokens(20)
 LETTERS = [number for number, text in enumerate(vocabulary()) if set(text) <= set("abcdefgh,")]
@@ -70,7 +69,7 @@ def naive(excluded: Excluded) -> Callable[[list[int], Tensor], Tensor]:
 def completing(words: Sequence[str], llm: LLM) -> Excluded:
     """Return what would complete the tokens of a word."""
     assert llm.tokenizer is not None
-    sequences = spelled(llm.tokenizer, words)
+    sequences = llm.tokenizer.spellings(words)
     return lambda generated: [
         token
         for token in range(VOCAB)
@@ -172,5 +171,5 @@ def test_words_at_the_beginning_and_within_a_text(world: World, way: Way) -> Non
     tokenizer = way.llm.tokenizer
     assert tokenizer is not None
     inside = tokenizer.encode_inside
-    assert spelled(tokenizer, ["abc", " abc"]) == [inside("abc"), inside(" abc")]
-    assert spelled(tokenizer, ["\n"]) == [inside("\n")]
+    assert tokenizer.spellings(["abc", " abc"]) == [inside("abc"), inside(" abc")]
+    assert tokenizer.spellings(["\n"]) == [inside("\n")]

@@ -137,9 +137,9 @@ def test_a_file_that_cannot_be_mapped(single_file: Path, monkeypatch: pytest.Mon
     ("damage", "message"),
     [
         (lambda path: (path / "config.json").unlink(), "has neither config.json nor a GGUF file"),
-        (lambda path: (path / "config.json").write_text("{"), "config.json is not valid JSON"),
+        (lambda path: (path / "config.json").write_text("{"), "config.json cannot be read as JSON"),
         (lambda path: (path / "config.json").write_bytes(b"\xff\xfe\x00"), "config.json cannot be read"),
-        (lambda path: (path / "config.json").write_text("[1]"), "JSON list; expected an object"),
+        (lambda path: (path / "config.json").write_text("[1]"), "must hold a JSON object, found list"),
         (lambda path: (path / SINGLE_FILE).unlink(), f"holds neither {SINGLE_FILE} nor {INDEX_FILE}$"),
         (lambda path: (path / SINGLE_FILE).rename(path / "pytorch_model.bin"), "pytorch_model.bin: convert it to safe"),
     ],
@@ -208,7 +208,7 @@ def test_shards_that_are_missing_damaged_or_overlap(sharded: Path) -> None:
 def test_damaged_files_beside_config_json_are_named(single_file: Path, content: str) -> None:
     for name, read in (("generation_config.json", read_generation_config), ("hf_quant_config.json", read_config)):
         (single_file / name).write_text(content)
-        with pytest.raises(CheckpointError, match=f"^{single_file / name} (is not readable|holds no) JSON"):
+        with pytest.raises(CheckpointError, match=f"^{single_file / name} (cannot be read as|must hold a) JSON"):
             read(single_file)
 
 

@@ -170,7 +170,7 @@ MUTANTS = (
     Mutant(
         name="slices-add-what-is-normed-each",
         file="models/division.py",
-        old="        part.dense = SummedFeedForward(part.dense, group)\n",
+        old="        part.dense = Summed(part.dense, group)\n",
         new="",
         tests=(f"{SLICES}::test_conversations[gemma4-moe]",),
     ),

@@ -13,7 +13,6 @@ from tests.small_llms import MakeLLM, check, engine_of, greedy, make_checkpoint,
 
 from quire import LLM, InvalidArgument, Session
 from quire.engine.request_checks import RequestChecks
-from quire.sessions import chat as session_chat
 from quire.sessions.chat_turns import ChatTurns
 from small_tokenizers import saved
 
@@ -121,8 +120,7 @@ def test_the_template_gets_tools_and_variables(chatty: LLM, monkeypatch: pytest.
     from quire.text import chat_prompts
 
     template = "{{ tools[0].name if tools }}{{ mood }}" + TEMPLATE
-    for module in (chat_prompts, session_chat):
-        monkeypatch.setattr(module, "select_template", lambda *_, **__: template)
+    monkeypatch.setattr(chat_prompts, "select_template", lambda *_, **__: template)
     assert chatty.tokenizer is not None
     session, extra = chatty.session(), {"tools": [{"name": "clock"}], "variables": {"mood": "calm"}}
     session.chat([user("one")], greedy(4), answer=lambda text: {**assistant("short"), "said": text}, **extra)

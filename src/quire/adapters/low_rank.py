@@ -95,7 +95,6 @@ def plan_parts(shares: Sequence[Share], device: torch.device) -> tuple[RowSet, .
 
 
 def long_parts(shares: Sequence[Share]) -> tuple[RowSet, ...]:
-    """Return a part for each long chunk."""
     long = [one for one in shares if one.end - one.begin >= LONG_CHUNK]
     return tuple(
         RowSet(slice(begin, end), slice(begin, end), None, (Product(first, 1, rank, 0, end - begin),))
@@ -195,7 +194,6 @@ class RowPlans:
         return tasks, [self._kernel.bind(plan, [RankPiece(rows.a_SI, rows.b_SO, rows.row) for rows in pieces])]
 
     def index_of(self, adapter: int) -> Index:
-        """Return the rows under one adapter."""
         return row_index([row for one in self._shares[adapter] for row in range(one.begin, one.end)], self._device)
 
 

@@ -302,7 +302,6 @@ def _refuse_others(fields: ConfigFields) -> None:
 
 
 def _finite(fields: ConfigFields, name: str, default: float | None = None) -> float:
-    """Read any finite number."""
     value = fields.get(name)
     if value is None and default is not None:
         return default

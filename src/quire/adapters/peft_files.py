@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from io import BytesIO
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self, TypeAlias
 
 import torch
 from safetensors import SafetensorError, deserialize, safe_open
@@ -38,28 +38,9 @@ MAX_MEMBERS = 1000
 FORMS = f"a zip archive of a directory that PEFT saved, or a safetensors file whose metadata has {CONFIG_KEY!r}"
 
 
-class Weights(Protocol):
-    """The tensors of an adapter by name; a context manager."""
-
-    name: str
-    """Name of the weights in errors."""
-    config_name: str
-    """Name of the configuration in errors."""
-    shapes: Mapping[str, tuple[int, ...]]
-    dtypes: Mapping[str, str]
-    """Element types by their safetensors names."""
-
-    def read(self, key: str) -> Tensor:
-        """Return a tensor as stored, on the CPU; raise ``CheckpointError`` if it cannot be read."""
-        ...
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, *exc: object) -> None: ...
-
-
 class FileWeights:
-    """``Weights`` in a memory-mapped safetensors file; ``CheckpointError`` if it is damaged."""
+    """The tensors of an adapter in a memory-mapped safetensors file; ``CheckpointError`` if it is
+    damaged. ``name`` and ``config_name``: of the weights and the configuration in errors."""
 
     def __init__(self, path: Path) -> None:
         self.name, self.config_name = str(path), str(path.parent / CONFIG_FILE)
@@ -87,7 +68,7 @@ class FileWeights:
 
 
 class PackedWeights:
-    """``Weights`` in the bytes of a safetensors file; ``CheckpointError`` if they are damaged."""
+    """The same in the bytes of a safetensors file; ``CheckpointError`` if they are damaged."""
 
     def __init__(self, data: bytes, name: str, config_name: str) -> None:
         self.name, self.config_name = name, config_name
@@ -107,6 +88,9 @@ class PackedWeights:
     def read(self, key: str) -> Tensor:
         found = self._tensors[key]
         return torch.frombuffer(found["data"], dtype=DTYPES[found["dtype"]]).view(found["shape"])
+
+
+Weights: TypeAlias = FileWeights | PackedWeights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -237,7 +237,6 @@ class AdapterPool:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of all loaded adapters on the host."""
         return sum(held.adapter.nbytes for held in self._loaded.values())
 
     @property
@@ -398,7 +397,6 @@ class AdapterPool:
                 self.loads += 1
 
     def _give_up(self, adapter_id: int) -> None:
-        """Evict an adapter from the device."""
         del self._first[adapter_id]
         held = self._loaded[adapter_id]
         held.head_table = held.embedding = None

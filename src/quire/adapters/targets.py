@@ -150,7 +150,6 @@ def targets_of(model: LoadedModel) -> AdapterTargets:
 
 
 def _targets_in(places: NameTable, linears: Container[str]) -> AdapterTargets:
-    """Return the modules of a name table."""
     targets: dict[str, AdapterTarget] = {}
     refused: dict[str, str] = {}
     for name, own in places.items():

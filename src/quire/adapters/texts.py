@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from quire.base.errors import Unsupported, some
+from quire.base.json_files import read_json
 from quire.models.catalogue import ADAPTER_TEXTS
-from quire.text.tokenizer import Tokenizer, read_json
+from quire.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("quire.engine")
 

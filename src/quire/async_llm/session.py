@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any, Self, overload
 
-from torch import Tensor
-
 from quire.async_llm.background import Background, awaited, shared
 from quire.async_llm.stepper import Job
 from quire.async_llm.stream import AsyncStream, Prepared
@@ -163,6 +161,7 @@ class AsyncSession(Uncopied, AbstractAsyncContextManager["AsyncSession"]):
     as_cache = awaited(Session.as_cache)
     """Verbs of the cache and of its executor block."""
     kv = awaited(Session.kv)
+    set_kv = awaited(Session.set_kv)
     token = awaited(Session.token)
     attention = awaited(Session.attention)
     norms = awaited(Session.norms)
@@ -173,10 +172,6 @@ class AsyncSession(Uncopied, AbstractAsyncContextManager["AsyncSession"]):
         """Return the comparison of two sessions, as ``Session.compare`` does."""
         inner: Any = other._session if isinstance(other, AsyncSession) else other
         return await self._background.call("compare", lambda: self._session.compare(inner, top=top))
-
-    async def set_kv(self, layer: int, *, start: int = 0, **tensors: Tensor | None) -> None:
-        """Write into the state, as ``Session.set_kv`` does."""
-        await self._background.call("set_kv", lambda: self._session.set_kv(layer, start=start, **tensors))
 
     # -- closing -----------------------------------------------------------------------------------
 

@@ -172,7 +172,6 @@ class Stepper:
 
     @uninterrupted
     def find(self, name: str) -> Job | None:
-        """Return the job with a request of this name."""
         with self._changed:
             for job in (*self._inbox, *self._jobs):
                 if name in (job.name, *(request.request_id for request in job.requests)):

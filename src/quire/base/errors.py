@@ -174,3 +174,14 @@ def some(names: Collection[str], limit: int = 4) -> str:
     """Return the first names, and how many more there are, for an error."""
     shown = ", ".join(list(names)[:limit])
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+
+
+def short_size(nbytes: int) -> str:
+    """Return a number of bytes in GiB or MiB."""
+    unit, name = (30, "GiB") if nbytes >= 1 << 30 else (20, "MiB")
+    return f"{nbytes / (1 << unit):.2f} {name}"
+
+
+def size_words(nbytes: int) -> str:
+    """Return a number of bytes for a message, in GiB or MiB and in bytes."""
+    return f"{short_size(nbytes)} ({nbytes:,} bytes)"

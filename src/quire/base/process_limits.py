@@ -68,9 +68,3 @@ def _groups(controller: str, root: Path) -> Iterator[tuple[Path, bool]]:
         inside = PurePosixPath(path.lstrip("/"))
         for group in (inside, *inside.parents) if inside.name else (inside,):
             yield tree / group, bool(controllers)
-
-
-def size_words(nbytes: int) -> str:
-    """Return a number of bytes for a message, in GiB or MiB and in bytes."""
-    unit, name = (30, "GiB") if nbytes >= 1 << 30 else (20, "MiB")
-    return f"{nbytes / (1 << unit):.2f} {name} ({nbytes:,} bytes)"

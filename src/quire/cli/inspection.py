@@ -190,7 +190,6 @@ def print_capabilities(found: Mapping[str, Any], own: Combination, *, as_json: b
 
 
 def calibration_line(found: BlendCalibration | None) -> str:
-    """Describe a calibration in a line."""
     if found is None:
         return "not calibrated (quire calibrate, or LLM.calibrate_blending)"
     usual = found.at(DEFAULT_RATIO)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from quire.base.errors import CheckpointError
+from quire.base.errors import CheckpointError, short_size
 from quire.models.catalogue import bundled_models, gguf_files
 from quire.models.ollama_files import ollama_models, read_json
 from quire.weights.gguf_paths import MAGIC, part_files
@@ -65,7 +65,6 @@ def _here(folder: Path) -> Iterator[LocalModel]:
 
 
 def _directories(named: Iterable[tuple[str, Path]], place: str) -> Iterator[LocalModel]:
-    """Yield the checkpoints among directories."""
     for name, folder in named:
         weights = list(folder.glob("*.safetensors"))
         config = read_json(folder / "config.json")
@@ -135,16 +134,10 @@ def _size(files: Iterable[Path]) -> int:
 
 
 def models_table(models: Iterable[LocalModel]) -> Any:
-    """Return a table of models."""
     from quire.cli.tables import folding_table
 
-    rows = [(one.name, one.weights or "-", _size_words(one.nbytes), one.place) for one in models]
+    rows = [(one.name, one.weights or "-", short_size(one.nbytes), one.place) for one in models]
     return folding_table("model", "weights", "size", "where", title="On this machine", rows=rows)
-
-
-def _size_words(nbytes: int) -> str:
-    unit, name = (30, "GiB") if nbytes >= 1 << 30 else (20, "MiB")
-    return f"{nbytes / (1 << unit):.2f} {name}"
 
 
 def ask_for_model(command: str) -> NoReturn:

@@ -15,7 +15,6 @@ import os
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quire.base.config import named_paths
-from quire.base.errors import FailedPrecondition, InvalidArgument, NotFound, Unsupported
+from quire.base.errors import FailedPrecondition, InvalidArgument, NotFound, Unsupported, size_words
 from quire.base.sampling_params import SamplingParams
 from quire.base.signatures import require_text
 from quire.cli.bench import bench_app
@@ -155,8 +154,6 @@ def generate(
     **options: Any,
 ) -> None:
     """Stream the continuation of a prompt to stdout; timing goes to stderr."""
-    from quire.engine.progress_bars import prompt_pieces
-
     if len(words) > 2:
         raise InvalidArgument(
             f"{len(words)} arguments are given, where PROMPT or MODEL PROMPT is accepted; put the prompt in quotes"
@@ -180,9 +177,7 @@ def generate(
     # Validate now; otherwise an error would be raised only after the prompt has run.
     (tokens,) = llm.requests.prepare(text, params, adapter=adapter).ids
     with llm.session(adapter=adapter) as session:
-        with closing(prompt_pieces(tokens.tolist(), llm.engine.scheduler.limits.max_num_batched_tokens)) as pieces:
-            for piece in pieces:
-                session.append(piece)
+        session.append(tokens.tolist())
         prompt_tokens = len(session)
         for delta in session.stream(params):
             first = first or time.perf_counter()
@@ -446,7 +441,6 @@ def quantize(
     """
     import torch
 
-    from quire.base.process_limits import size_words
     from quire.build import check_quantized, layer_kernels
     from quire.cli.quantize import BITS, check_source, check_target, write_quantized
     from quire.models.catalogue import resolve_model

@@ -22,8 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from quire.base.errors import AlreadyExists, FailedPrecondition, Unsupported
-from quire.base.process_limits import size_words
+from quire.base.errors import AlreadyExists, FailedPrecondition, Unsupported, size_words
 from quire.contracts.linear import PackedMatrix, Quantization
 from quire.models.families import LoadedModel, family_of, is_foreign
 from quire.models.quantized import SECTION, without_section

@@ -22,9 +22,12 @@ from typing import Any
 from urllib.parse import parse_qs, urlencode
 from weakref import WeakValueDictionary
 
+from starlette.responses import Response
+
 from quire.cluster.calls import Answer, Call, ReplicaGone, Replicas
-from quire.cluster.prefixes import digests
-from quire.cluster.router import Choice, Router
+from quire.cluster.router import Choice, Router, digests
+from quire.server.http.errors import ApiError, busy, error_response
+from quire.server.http.events import JsonAnswer, done_unless_gone, encode_json
 
 MOST_BYTES = 1 << 30
 """Largest body. Bodies are held in memory, state files among them."""
@@ -41,20 +44,6 @@ STAYS = {"pinned": "is pinned", "last_commit": "continues a commit"}
 TO_ALL = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 BY_KEY = ("/v1/chats", "/slots")
 """Paths whose state one replica keeps for an API key."""
-
-
-class Refused(Exception):
-    """An answer of the front's own."""
-
-    def __init__(self, status: int, message: str, code: str) -> None:
-        super().__init__(message)
-        self.status, self.code = status, code
-
-    def body(self) -> bytes:
-        """Return the answer's body, in OpenAI's form."""
-        kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        error = {"message": str(self), "type": kind, "param": None, "code": self.code}
-        return json.dumps({"error": error}).encode()
 
 
 @dataclass(slots=True)
@@ -94,19 +83,11 @@ class Front:
         try:
             if (call := await reply.call()) is None:
                 return
-            work = asyncio.ensure_future(self._answer(reply, call))
-            left = asyncio.ensure_future(reply.until_left())
-            try:
-                await asyncio.wait({work, left}, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                left.cancel()
-                if not work.done():  # the replica sees that its client has left, and cancels the request
-                    work.cancel()
-                await asyncio.gather(work, return_exceptions=True)
-            if not work.cancelled():
+            # The replica sees that its client has left, and cancels the request.
+            if (work := await done_unless_gone(receive, self._answer(reply, call))) is not None:
                 work.result()
-        except Refused as error:
-            await reply.error(error)
+        except ApiError as error:
+            await reply.send(error_response(error, scope["path"]))
 
     async def _answer(self, reply: _Reply, call: Call) -> None:
         path, _, query = call.path.partition("?")
@@ -114,7 +95,7 @@ class Front:
         if path == "/health" and reads:
             await self._health(reply)
         elif path == "/v1/cluster" and reads:
-            await reply.json(200, self.document())
+            await reply.send(JsonAnswer(self.document()))
         elif path in TO_ALL:
             await self._to_all(reply, call)
         elif path == "/v1/sessions" and reads:
@@ -127,8 +108,8 @@ class Front:
     async def _health(self, reply: _Reply) -> None:
         self._look()
         if not self.router.names:
-            raise Refused(503, "no replica takes requests", "no_replica")
-        await reply.json(200, {"status": "ok", "replicas": len(self.router.names)})
+            raise _refused(503, "no replica takes requests", "no_replica")
+        await reply.send(JsonAnswer({"status": "ok", "replicas": len(self.router.names)}))
 
     def document(self) -> dict[str, Any]:
         """Return the cluster's state as JSON."""
@@ -178,10 +159,10 @@ class Front:
         merged.sort(key=lambda entry: (entry.get("created", 0), entry["id"]))
         ids = [entry["id"] for entry in merged]
         if after is not None and after not in ids:
-            raise Refused(404, f"after: there is no session {after!r:.60} in this list", "not_found")
+            raise _refused(404, f"after: there is no session {after!r:.60} in this list", "not_found")
         start = 0 if after is None else ids.index(after) + 1
         page = merged[start : start + limit]
-        await reply.json(200, {"object": "list", "data": page, "has_more": len(merged) > start + len(page)})
+        await reply.send(JsonAnswer({"object": "list", "data": page, "has_more": len(merged) > start + len(page)}))
 
     async def _listed(
         self, name: str, call: Call, given: Mapping[str, list[str]]
@@ -220,7 +201,7 @@ class Front:
                     return
                 if ids and error.reached and call.method not in ("GET", "HEAD"):
                     message = f"the replica of {ids[0]} has ended during the call; see what it has before you repeat it"
-                    raise Refused(503, message, "replica_ended") from error
+                    raise _refused(503, message, "replica_ended") from error
                 without.add(choice.replica)
                 self.counts.repeated += 1
 
@@ -257,7 +238,7 @@ class Front:
             async with self._replicas.send(name, call) as answer:
                 return answer, await answer.read()
         except ReplicaGone as error:
-            raise Refused(503, f"{name} has ended during the call; repeat it", "replica_ended") from error
+            raise _refused(503, f"{name} has ended during the call; repeat it", "replica_ended") from error
 
     # -- replicas and sessions ---------------------------------------------------------------------
 
@@ -273,7 +254,7 @@ class Front:
             if any(name not in (without or ()) for name in self.router.names):
                 return self.router.names
             if time.monotonic() > end:
-                raise Refused(503, f"no replica took the request within {self._patience:g} seconds", "no_replica")
+                raise _refused(503, f"no replica took the request within {self._patience:g} seconds", "no_replica")
             await asyncio.sleep(LOOK_SECONDS)
 
     async def _place_of(self, ids: Sequence[str], call: Call, without: set[str]) -> str:
@@ -286,7 +267,7 @@ class Front:
         if ids == ids[:1] and ids[0].startswith("session") and self.router.is_overloaded(first):
             least = self.router.least()
             assert least is not None
-            with suppress(Refused):  # it is in use, pinned, or does not fit: then it stays
+            with suppress(ApiError):  # it is in use, pinned, or does not fit: then it stays
                 return await self._move(ids[0], first, least, call)
         return first
 
@@ -327,13 +308,13 @@ class Front:
 
     async def _move(self, name: str, source: str, target: str, call: Call) -> str:
         """Move an idle session by its state file; return its replica then, another one than
-        ``target`` if another request has moved it meanwhile. Calls about it wait. ``Refused``: it
+        ``target`` if another request has moved it meanwhile. Calls about it wait. ``ApiError``: it
         is in use, or one of the replicas refuses."""
         async with self._moving.setdefault(name, asyncio.Lock()):
             if (place := self.router.sessions.get(name, source)) != source:
                 return place
             if self.router.calls[name]:
-                raise Refused(
+                raise _refused(
                     409, f"{name} is in use, so that it cannot be moved; repeat it later", "session_not_moved"
                 )
             identity = _identity(call)
@@ -342,7 +323,7 @@ class Front:
             told = json.loads(body)
             if stays := [reason for fact, reason in STAYS.items() if told.get(fact)]:
                 message = f"{name} stays on its replica: it {' and '.join(stays)}, which its state file does not have"
-                raise Refused(409, message, "session_not_moved")
+                raise _refused(409, message, "session_not_moved")
             answer, state = await self._read(source, Call("GET", f"/v1/sessions/{name}/state", identity))
             _require(answer, state, name)
             fields = [("id", name), ("ttl", told["ttl"])]
@@ -366,7 +347,7 @@ class _Reply:
         self._is_events = False
 
     async def call(self) -> Call | None:
-        """Read the request; None if the client leaves before its end. ``Refused``: its body is too
+        """Read the request; None if the client leaves before its end. ``ApiError``: its body is too
         large."""
         parts, size = list[bytes](), 0
         while True:
@@ -376,18 +357,13 @@ class _Reply:
             parts.append(message.get("body", b""))
             size += len(parts[-1])
             if size > MOST_BYTES:
-                raise Refused(413, f"the body has more than {MOST_BYTES} bytes", "body_too_large")
+                raise _refused(413, f"the body has more than {MOST_BYTES} bytes", "body_too_large")
             if not message.get("more_body"):
                 break
         query = self._scope["query_string"].decode()
         path = self._scope.get("raw_path", self._scope["path"].encode()).decode()
         headers = tuple((bytes(name), bytes(value)) for name, value in self._scope["headers"])
         return Call(self._scope["method"], path + (f"?{query}" if query else ""), headers, b"".join(parts))
-
-    async def until_left(self) -> None:
-        """Return when the client has left."""
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
 
     async def begin(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
         self.begun = True
@@ -405,24 +381,22 @@ class _Reply:
         await self.chunk(body)
         await self.end()
 
-    async def json(self, status: int, value: Any) -> None:
-        await self.begin(status, [(b"content-type", b"application/json")])
-        await self.chunk(json.dumps(value).encode())
-        await self.end()
-
-    async def error(self, error: Refused) -> None:
-        retry = [(b"retry-after", b"1")] if error.status == 503 else []
-        await self.begin(error.status, [(b"content-type", b"application/json"), *retry])
-        await self.chunk(error.body())
-        await self.end()
+    async def send(self, response: Response) -> None:
+        self.begun = True
+        await response(self._scope, self._receive, self._send)
 
     async def cut(self, error: ReplicaGone) -> None:
         """End an answer that cannot be completed: with an event of an error, or without an end."""
         if not self._is_events:
             raise error
-        refused = Refused(503, "the replica has ended during the answer", "replica_ended")
-        await self.chunk(b"data: " + refused.body() + b"\n\n")
+        refused = _refused(503, "the replica has ended during the answer", "replica_ended")
+        await self.chunk(b"data: " + encode_json(refused.body) + b"\n\n")
         await self.end()
+
+
+def _refused(status: int, message: str, code: str) -> ApiError:
+    """Return an answer of the front's own."""
+    return busy(503, message, code) if status == 503 else ApiError(status, message, code=code)
 
 
 # -- reading requests ------------------------------------------------------------------------------
@@ -476,13 +450,13 @@ def _identity(call: Call) -> tuple[tuple[bytes, bytes], ...]:
 
 
 def _require(answer: Answer, body: bytes, name: str) -> None:
-    """Raise ``Refused`` unless a replica has done what moves a session."""
+    """Raise ``ApiError`` unless a replica has done what moves a session."""
     if answer.status >= 400:
         try:
             reason = json.loads(body)["error"]["message"]
         except (ValueError, KeyError, TypeError):
             reason = f"status {answer.status}"
-        raise Refused(
+        raise _refused(
             409, f"{name} cannot be moved to the replica of the other sessions: {reason}", "session_not_moved"
         )
 

@@ -72,7 +72,6 @@ class LocalReplicas:
             yield answer
 
     async def stop(self) -> None:
-        """Stop all servers."""
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.wait([self._watching])

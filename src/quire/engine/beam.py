@@ -257,7 +257,6 @@ class BeamSearch:
             self._beams, self._branches = [], []
 
     def output(self, prompt: str | None = None) -> BeamSearchOutput:
-        """Return the result of the search."""
         params, tokenizer = self._params, self._engine.tokenizer
         ids = self._prompt.tolist()
         before = "" if tokenizer is None else tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens)

@@ -292,7 +292,6 @@ class Blending:
         return self._keys(None, None, self.lead).parent.hex()
 
     def _keys(self, salt: Hashable, adapter: int | None, lead: tuple[int, ...]) -> ChunkKeys:
-        """Return the keys of the chunks of one salt, adapter and lead."""
         fingerprint = None if adapter is None else self._runner.adapters.get(adapter).fingerprint
         return self._stored.keys.chunk_keys(salt, fingerprint, lead)
 
@@ -303,7 +302,6 @@ class Blending:
 
     @cached_property
     def layout(self) -> ChunkLayout:
-        """Return the layout of a chunk: its tensors."""
         return ChunkLayout(self._runner.state)
 
     def _find(self, work: Branch, blend: PromptBlend) -> ChunkTask | RetrievedRows | str:

@@ -221,7 +221,6 @@ class BranchPoints:
         alike[request] = None
 
     def forget(self, request: Request) -> None:
-        """Forget a request that has ended."""
         alike = self._alike.get(_name(request), {})
         alike.pop(request, None)
         if not alike:

@@ -92,7 +92,6 @@ class DecodeTurns:
         return self._decodes_ahead.step(group, total, known=True)
 
     def begin(self, scheduled: ScheduledStep, mark: StepMark, launched: float) -> None:
-        """Begin a step."""
         step = self._runner.begin(scheduled.step)
         count_run(scheduled.step, scheduled.extensions)
         self._in_flight.turns.append(StepInTurn(scheduled, step, mark, launched))

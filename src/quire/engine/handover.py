@@ -25,8 +25,6 @@ from quire.runner.reclaim import ReclaimKind
 
 @dataclass(frozen=True, slots=True, eq=False)
 class IncomingPrompt:
-    """A prompt that is received."""
-
     seq: SeqId
     tokens: NDArray[np.int64]
     key: Hashable

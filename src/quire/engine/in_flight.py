@@ -74,8 +74,6 @@ class StepInTurn:
 
 
 class InFlightSteps:
-    """The steps of an engine that are in flight."""
-
     def __init__(self, branches: SessionBranches) -> None:
         self._branches = branches
         self.stepping = False

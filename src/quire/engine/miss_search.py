@@ -51,7 +51,6 @@ class PastPrefixes:
         return self._tree.ahead(tokens_T, key, count)
 
     def clear(self) -> None:
-        """Forget all."""
         self._tree.clear()
 
 

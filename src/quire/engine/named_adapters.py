@@ -21,8 +21,6 @@ from quire.engine.engine import Engine
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterInfo:
-    """A loaded adapter."""
-
     name: str
     path: str
     """Where it was read from."""
@@ -109,7 +107,6 @@ class NamedAdapters:
         return found
 
     def owner_of(self, adapter_id: int) -> str:
-        """See ``AdapterNames``."""
         return next((owner for (owner, _), found in self._ids.items() if found == adapter_id), "")
 
     def infos(self) -> Mapping[str, AdapterInfo]:

@@ -7,7 +7,7 @@ than ``DELAY``. A prompt of several steps is shown at once: its first step may t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING
 
@@ -128,23 +128,8 @@ def generation_bar(
         yield bar.advance
 
 
-def prompt_pieces(tokens: Sequence[int], step_tokens: int) -> Generator[Sequence[int], None, None]:
-    """Yield the pieces of a prompt, to be appended one after the other.
-
-    It is one piece, or on a terminal several of ``step_tokens`` with a temporary bar.
-    """
-    show = on_terminal() and len(tokens) > step_tokens
-    size = step_tokens if show else len(tokens)
-    with Bar(total=len(tokens), desc="Prompt", unit="token", leave=False, disable=not show) as bar:
-        for start in range(0, len(tokens), size):
-            piece = tokens[start : start + size]
-            yield piece
-            bar.update(len(piece))
-
-
 @contextmanager
 def byte_bar(what: str, total: int, use_tqdm: bool | None) -> Iterator[Bar]:
-    """Give a bar of ``total`` bytes."""
     shown = is_wanted(use_tqdm)
     delay = 0 if use_tqdm else DELAY
     with Bar(

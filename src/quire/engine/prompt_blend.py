@@ -31,8 +31,6 @@ def _nothing() -> NDArray[np.bool_]:
 
 @dataclass(eq=False, slots=True)
 class PromptBlend:
-    """The blending of one prompt."""
-
     params: BlendParams
     pieces: Pieces
     length: int
@@ -145,7 +143,6 @@ class PromptBlend:
         self.anew[start : start + count] = anew_n[:count]
 
     def report(self, work: Branch) -> Blend:
-        """Return the report of the prompt's blending."""
         blended = int(self.left_out.sum())
         return Blend(
             blended=blended,

@@ -15,7 +15,6 @@ from quire.text.tokenizer import Tokenizer
 
 
 def request_output(samples: Sequence[Request], tokenizer: Tokenizer | None, prompt: str | None = None) -> RequestOutput:
-    """Return the output of one prompt with all of its samples."""
     first = samples[0]
     stamps = [sample.output.first_token for sample in samples if sample.output.first_token is not None]
     ends = [sample.output.finished_at for sample in samples if sample.output.finished_at is not None]
@@ -107,7 +106,6 @@ def _quoted(ids: Ids, tokenizer: Tokenizer | None) -> str:
 
 
 def completion(request: Request, tokenizer: Tokenizer | None) -> CompletionOutput:
-    """Return the output of a sample."""
     wanted = request.params is not None and request.params.logprobs is not None
     return CompletionOutput(
         index=request.asked.index,

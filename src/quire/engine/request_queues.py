@@ -90,8 +90,6 @@ LAG = 4
 
 
 class RequestQueues:
-    """The queues of one scheduler."""
-
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.shares = KeyShares(LAG * limits.max_num_batched_tokens)

@@ -93,7 +93,6 @@ class Requests:
         return True
 
     def end_cancelled(self) -> list[Request]:
-        """End the cancelled requests now. Return them."""
         ended: list[Request] = []
         while self._cancelled:
             for request in self.by_id.get(self._cancelled.pop(), ()):
@@ -124,7 +123,6 @@ class Requests:
                 self.fail(request, error)
 
     def fail(self, request: Request, error: QuireError) -> Request:
-        """End a request with an error, and return it."""
         if request.finished:
             return request
         request.output.error = error

@@ -25,21 +25,16 @@ from quire.sampling.request_sampler import RequestSampler
 from quire.sampling.sampled_tokens import SampledTokens, TokenLogprobs
 from quire.sampling.sampler import can_wait, sample, sample_later
 from quire.sampling.seen_tokens import SeenTokens
-from quire.text.bad_words import spelled
 from quire.text.detokenizer import IncrementalDetokenizer
 from quire.text.tokenizer import Tokenizer
 
 
 class Ends(Protocol):
-    """Ends requests."""
-
     def finish(self, request: Request, reason: FinishReason, stop: str | int | None = None) -> None:
         """End a request; ``stop``: the stop string or token, or "context"."""
         ...
 
-    def fail(self, request: Request, error: QuireError) -> Request:
-        """End a request with an error, and return it."""
-        ...
+    def fail(self, request: Request, error: QuireError) -> Request: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -173,7 +168,6 @@ class SamplingStep:
         return request.params is not None and len(request.output.token_ids) + unread < request.params.min_tokens
 
     def _end_tokens(self, params: SamplingParams | None) -> tuple[int, ...]:
-        """Return the tokens that end a text."""
         if params is None:
             return ()
         return tuple((set() if params.ignore_eos else self.eos_ids) | params.stop_ids)
@@ -254,7 +248,7 @@ class SampleOutputs:
 
     def exclusions(self, params: SamplingParams) -> Exclusions:
         """Return the tokens that the samples of a request may not draw."""
-        bad = () if self.tokenizer is None or not params.words else spelled(self.tokenizer, params.words)
+        bad = () if self.tokenizer is None or not params.words else self.tokenizer.spellings(params.words)
         return Exclusions.of(params, self.vocab_size, bad)
 
     def make(self, tokens: TokenHistory, params: SamplingParams, index: int, exclusions: Exclusions) -> Output:

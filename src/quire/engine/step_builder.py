@@ -44,7 +44,6 @@ class ScheduledStep:
     """The last tokens of each chunk that are drafts; empty: no chunk has any."""
 
     def draft(self, index: int) -> Draft:
-        """Return the drafts of a chunk."""
         return self.drafts[index] if self.drafts else NO_DRAFT
 
 

@@ -64,8 +64,6 @@ ANSWER_SECONDS = 0.02
 
 @dataclass(eq=False, kw_only=True)
 class EngineSteps:
-    """Runs the steps of one engine."""
-
     runner: Runner
     lock: Lock
     finalizers: FinalizerQueue
@@ -226,7 +224,6 @@ class EngineSteps:
             self._begin_turn(scheduled, began, changed)
 
     def _failed(self, scheduled: ScheduledStep, error: Exception) -> list[Request]:
-        """End the requests of a step that failed."""
         for index, request in enumerate(scheduled.requests):
             if scheduled.draft(index) and not request.finished:
                 self.branches.rollback(request.branch, request.branch.computed)

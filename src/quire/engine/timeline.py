@@ -51,8 +51,6 @@ class StepShare(NamedTuple):
 
 
 class StepRecord(NamedTuple):
-    """One step."""
-
     number: int
     """Counts from 1."""
     start: float
@@ -323,7 +321,6 @@ class Timeline:
         return shares
 
     def ended(self, request: Request) -> None:
-        """End the lane of a request."""
         with self._lock:
             lane = self._live.pop(request, None)
             if lane is None:
@@ -433,7 +430,6 @@ class Timeline:
         return sorted(found, key=lambda one: one[0].number)
 
     def ended_lanes(self) -> Sequence[RequestLane]:
-        """Return the ended lanes that are kept."""
         with self._lock:
             return list(self._ended)
 

@@ -39,7 +39,6 @@ def read_bamba_config(fields: ConfigFields, max_model_len: int | None) -> MambaC
 
 
 def bamba_spellings(config: MambaConfig) -> Sequence[NameTable]:
-    """Return the one name table of Bamba."""
     table = only_attending(config, respelled(name_table(config.trunk, Names(norms=NORMS)), SPELLINGS))
     for block in config.recurrent:
         table |= mamba_names(config, f"model.layers.{block}.mamba", str(block))

@@ -213,8 +213,6 @@ def _download_bar() -> type[Any]:
     base: Any = utils.tqdm  # type: ignore[attr-defined]
 
     class DownloadBar(Bar, base):  # type: ignore[misc]
-        """A bar of a download."""
-
         def __init__(self, *args: Any, **given: Any) -> None:
             super().__init__(*args, **{**given, "disable": bool(given.get("disable")) or not on_terminal()})
 

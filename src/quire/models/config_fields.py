@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import json
 import logging
-import math
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from quire.base.errors import CheckpointError, Unsupported
+from quire.base.json_files import read_json
 
 logger = logging.getLogger(__name__)
 
@@ -180,30 +181,41 @@ class ConfigFields:
         found = self._shown(self.values[name]) if name in self.values else "missing"
         return CheckpointError(f"{self.source}: {name} is {found}; expected {expected}")
 
-    def count(self, name: str, default: int | None = None) -> int:
+    def count(self, name: str, default: int | None = None, *, most: int | None = None) -> int:
         """Read an integer of 1 or more."""
-        return self._integer(name, default, 1)
+        return self._integer(name, default, 1, most)
 
-    def whole(self, name: str, default: int | None = None) -> int:
+    def whole(self, name: str, default: int | None = None, *, most: int | None = None) -> int:
         """Read an integer of 0 or more."""
-        return self._integer(name, default, 0)
+        return self._integer(name, default, 0, most)
 
-    def _integer(self, name: str, default: int | None, least: int) -> int:
+    def _integer(self, name: str, default: int | None, least: int, most: int | None) -> int:
         value = self.get(name)
         if value is None and default is not None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise self.error(name, f"an integer of {least} or more")
-        return value
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if not whole or value < least or (most is not None and value > most):
+            allowed = f"an integer of {least} or more" if most is None else f"an integer from {least} to {most}"
+            raise self.error(name, allowed)
+        return int(value)
 
     def number(self, name: str, default: float | None = None) -> float:
         """Read a finite number above 0."""
         value = self.get(name)
         if value is None and default is not None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not (0 < value < math.inf):
+        if not _is_finite_above_0(value):
             raise self.error(name, "a finite number above 0")
         return float(value)
+
+    def numbers(self, name: str, count: int, default: Sequence[float] | None = None) -> tuple[float, ...]:
+        """Read a list of ``count`` finite numbers above 0."""
+        value = self.get(name)
+        if value is None and default is not None:
+            return tuple(default)
+        if not isinstance(value, list) or len(value) != count or not all(map(_is_finite_above_0, value)):
+            raise self.error(name, f"a list of {count} finite numbers above 0")
+        return tuple(map(float, value))
 
     def optional_number(self, name: str, default: float | None) -> float | None:
         """Read a finite number above 0; null gives None, a missing field ``default``."""
@@ -271,17 +283,9 @@ def config_reader(read: Callable[[ConfigFields, int | None], C]) -> ConfigReader
 def read_config_file(path: Path) -> dict[str, Any]:
     """Read ``config.json`` in ``path``; raise ``CheckpointError`` if it is no JSON object."""
     file = path / "config.json"
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is no model checkpoint: it has neither config.json nor a GGUF file") from None
-    except (OSError, UnicodeDecodeError, RecursionError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from error
-    except json.JSONDecodeError as error:
-        raise CheckpointError(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{file} holds a JSON {type(values).__name__}; expected an object")
-    return values
+    if not file.exists():
+        raise CheckpointError(f"{path} is no model checkpoint: it has neither config.json nor a GGUF file")
+    return read_json(file)
 
 
 def refuse_unsupported(fields: ConfigFields) -> None:
@@ -297,6 +301,10 @@ def refuse_unsupported(fields: ConfigFields) -> None:
     unknown = [name for name in fields.unread() if name not in HARMLESS]
     if unknown:
         logger.debug("%s: fields passed over: %s", fields.source, ", ".join(unknown))
+
+
+def _is_finite_above_0(value: object) -> bool:
+    return not isinstance(value, bool) and isinstance(value, int | float) and 0 < value <= sys.float_info.max
 
 
 def _short(value: object, limit: int = 100) -> str:

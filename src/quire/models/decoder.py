@@ -182,11 +182,9 @@ class ScaledRows:
     scale: float
 
     def entering(self, given_RE: Tensor) -> Tensor:
-        """See ``WideRows``."""
         return given_RE * self.scale
 
     def visible(self, x_TW: Tensor) -> Tensor:
-        """See ``WideRows``."""
         return x_TW
 
 

@@ -110,7 +110,6 @@ class LatentDecoder(Decoder[L]):
     """A ``Decoder`` with latent attention in all layers."""
 
     def __init__(self, config: L, parameters: Parameters, values: Mapping[str, Any], mlp: MlpBuilder[L]) -> None:
-        """See ``Decoder``."""
         super().__init__(config, parameters, values, mlp)
         for layer, (block, spec) in enumerate(zip(self._decoder_blocks, config.layers, strict=True)):
             assert isinstance(spec, FullAttention)
@@ -372,9 +371,7 @@ def _mixture(
     eps: float = 1e-6,
 ) -> LatentMixtureConfig:
     pass_over_training(fields)
-    drafts = fields.whole("num_nextn_predict_layers", 0)
-    if drafts > MAX_LAYERS:
-        raise fields.error("num_nextn_predict_layers", f"an integer from 0 to {MAX_LAYERS}")
+    drafts = fields.whole("num_nextn_predict_layers", 0, most=MAX_LAYERS)
     expert_size = fields.count("moe_intermediate_size")
     return LatentMixtureConfig(
         **_common(fields, geometry, sizes, tied=False, eps=eps),

@@ -22,7 +22,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from quire.contracts.model import Pass
 from quire.contracts.ranks import Group, Share
 from quire.models.blocks import FeedForward, Joinable, Mixer
 from quire.models.decoder import DecoderConfig, Trunk
@@ -36,39 +35,15 @@ from quire.nn.norm import RMSNorm
 
 
 @dataclass(slots=True, eq=False)
-class SummedMixer:
-    """A mixer of which each rank computes a part of the sum."""
+class Summed:
+    """A mixer, an MLP or experts of which each rank computes a part of the sum."""
 
-    mixer: Mixer
+    part: Callable[..., Tensor]
     group: Group
 
-    def __call__(self, x_TE: Tensor, pass_: Pass) -> Tensor:
-        """Map ``[T, E]`` to a fresh ``[T, E]``, equal on all ranks."""
-        return self.group.sum(self.mixer(x_TE, pass_))
-
-
-@dataclass(slots=True, eq=False)
-class SummedFeedForward:
-    """A feed-forward part of which each rank computes a part of the sum."""
-
-    part: FeedForward
-    group: Group
-
-    def __call__(self, x_TE: Tensor) -> Tensor:
-        """Map ``[T, E]`` to a fresh ``[T, E]``, equal on all ranks."""
-        return self.group.sum(self.part(x_TE))
-
-
-@dataclass(slots=True, eq=False)
-class SummedExperts:
-    """Experts beside an MLP (Gemma 4) of which each rank computes a part of the sum."""
-
-    part: Callable[[Tensor, Tensor], Tensor]
-    group: Group
-
-    def __call__(self, x_TE: Tensor, normed_TE: Tensor) -> Tensor:
-        """Map the router's and the experts' inputs ``[T, E]`` to a fresh ``[T, E]``."""
-        return self.group.sum(self.part(x_TE, normed_TE))
+    def __call__(self, x_TE: Tensor, *further: Any) -> Tensor:
+        """Map ``[T, E]`` and what else the part takes to a fresh ``[T, E]``, equal on all ranks."""
+        return self.group.sum(self.part(x_TE, *further))
 
 
 @dataclass(slots=True, eq=False)
@@ -174,7 +149,7 @@ def join_ranks(model: Trunk, whole: Any, group: Group) -> None:
             block.joined = None
         for name in ("attention", "mixer"):
             if hasattr(block, name):
-                setattr(block, name, SummedMixer(_mixer(getattr(block, name), whole, group), group))
+                setattr(block, name, Summed(_mixer(getattr(block, name), whole, group), group))
         if hasattr(block, "mlp"):
             block.mlp = _feed_forward(block.mlp, group)
     if model.stages is None or model.stages.is_last:
@@ -202,9 +177,9 @@ def _mixer(mixer: Mixer, whole: Any, group: Group) -> Mixer:
 def _feed_forward(part: FeedForward, group: Group) -> FeedForward:
     if isinstance(part, BesideExperts):
         # Each of the two is normed by itself.
-        part.dense = SummedFeedForward(part.dense, group)
-        part.experts = SummedExperts(part.experts, group)
+        part.dense = Summed(part.dense, group)
+        part.experts = Summed(part.experts, group)
         return part
     if isinstance(part, SparseMLP):
         part.moments = partial(summed_moments, group=group)
-    return SummedFeedForward(part, group)
+    return Summed(part, group)

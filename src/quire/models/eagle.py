@@ -151,14 +151,11 @@ class EagleBlock:
 
 
 class EagleHead(Head):
-    """An EAGLE-3 head."""
-
     fc: Linear
     ids: list[int] | None = None
     """The target's id of each token; None: the same."""
 
     def states(self, features: Sequence[Tensor]) -> Tensor:
-        """See ``Head``."""
         return self.fc(torch.cat(list(features), dim=-1).to(self.dtype))
 
     def following(self, y_TE: Tensor) -> Tensor:
@@ -166,7 +163,6 @@ class EagleHead(Head):
         return y_TE
 
     def target_ids(self, tokens: Sequence[int]) -> list[int]:
-        """See ``Head``."""
         return list(tokens) if self.ids is None else [self.ids[token] for token in tokens]
 
 

@@ -23,7 +23,7 @@ from quire.models.blocks import FeedForward, JoinedBlock, Norm, weight_of
 from quire.models.config_fields import ConfigFields, config_reader
 from quire.models.decoder import DecoderConfig, Parameters, linear
 from quire.models.geometry import read_activation, read_geometry
-from quire.models.hybrid_decoder import LayerIds, attention_of, norm_of, read_numbers, respelled
+from quire.models.hybrid_decoder import LayerIds, attention_of, norm_of, respelled
 from quire.models.mamba2 import MambaConfig, mamba_names, mamba_of
 from quire.models.rope_config import read_rope
 from quire.models.tensor_names import Names, name_table
@@ -137,7 +137,7 @@ def read_falcon_h1_config(fields: ConfigFields, max_model_len: int | None) -> Fa
     gated_norm = fields.flag("mamba_rms_norm", False)
     gate_first = not fields.flag("mamba_norm_before_gate", True)
     key = fields.number("key_multiplier", 1.0)
-    mlp_gate, mlp_down = read_numbers(fields, "mlp_multipliers", (1.0, 1.0))
+    mlp_gate, mlp_down = fields.numbers("mlp_multipliers", 2, (1.0, 1.0))
     blocks = tuple(range(geometry.num_layers))
     return FalconH1Config(
         trunk=DecoderConfig(
@@ -162,14 +162,13 @@ def read_falcon_h1_config(fields: ConfigFields, max_model_len: int | None) -> Fa
         attention_out=fields.number("attention_out_multiplier", 1.0),
         mixer_in=fields.number("ssm_in_multiplier", 1.0),
         mixer_out=fields.number("ssm_out_multiplier", 1.0),
-        projections=read_numbers(fields, "ssm_multipliers", (1.0,) * 5),
+        projections=fields.numbers("ssm_multipliers", 5, (1.0,) * 5),
         mlp_gate=mlp_gate,
         mlp_down=mlp_down,
     )
 
 
 def falcon_h1_spellings(config: FalconH1Config) -> Sequence[NameTable]:
-    """Return the one name table of Falcon-H1."""
     table = respelled(name_table(config.trunk, Names(norms=NORMS)), SPELLINGS)
     return ({**table, **mamba_names(config, "model.layers.{}.mamba", "{}")},)
 

@@ -8,7 +8,6 @@ RoPE base for each kind of layer. Sources: arXiv:2408.00118, arXiv:2503.19786 an
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +24,7 @@ from quire.models.geometry import (
 )
 from quire.models.rope_config import read_rope
 from quire.models.tensor_names import Names
+from quire.models.text_parts import TEXT_TYPES, text_fields
 
 GEMMA_NAMES = Names(
     norms={
@@ -42,17 +42,6 @@ GEMMA3_NAMES = replace(
     others=("vision_tower.", "multi_modal_projector."),
 )
 """Names in a checkpoint that also reads images."""
-
-GEMMA3_TEXT_DEFAULTS: Mapping[str, Any] = {
-    "vocab_size": 262_208,
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 131_072,
-}
-"""Defaults of ``text_config``: transformers wrote only values that differ from these."""
 
 
 @config_reader
@@ -82,15 +71,10 @@ def read_gemma3_config(fields: ConfigFields, max_model_len: int | None) -> Decod
 def read_gemma3_with_vision_config(fields: ConfigFields, max_model_len: int | None) -> DecoderConfig:
     """Read ``text_config`` of ``Gemma3ForConditionalGeneration``. The image encoder is not loaded;
     its outputs can come as embeddings."""
-    fields.expect_model_type("gemma3", "Gemma3ForConditionalGeneration")
-    fields.get("vision_config")
-    text = {**GEMMA3_TEXT_DEFAULTS, **fields.mapping("text_config")}
-    text.setdefault("tie_word_embeddings", fields.flag("tie_word_embeddings", True))
-    if text["tie_word_embeddings"] != fields.flag("tie_word_embeddings", True):
-        raise fields.error("tie_word_embeddings", f"that of text_config ({text['tie_word_embeddings']!r})")
-    text_fields = ConfigFields(text, f"{fields.source}, text_config")
-    config = _read_gemma3(text_fields, "Gemma3ForConditionalGeneration", max_model_len)
-    refuse_unsupported(text_fields)
+    architecture = "Gemma3ForConditionalGeneration"
+    text = text_fields(fields, "gemma3", architecture, TEXT_TYPES["gemma3_text"].defaults, tied=True)
+    config = _read_gemma3(text, architecture, max_model_len)
+    refuse_unsupported(text)
     return config
 
 

@@ -132,7 +132,6 @@ def _sparsity(fields: ConfigFields, geometry: DecoderGeometry) -> tuple[float, .
 
 
 def gemma3n_spellings(config: Gemma3nConfig) -> Sequence[NameTable]:
-    """Return the one name table of Gemma 3n."""
     width, streams, rank = config.hidden_size, config.streams, config.laurel_rank
     sizes: dict[str, tuple[str, tuple[int, ...]]] = {
         "laurel.linear_left.weight": ("laurel.left.weight", (rank, width)),

@@ -154,7 +154,6 @@ def _mixture(fields: ConfigFields) -> dict[str, Any]:
 
 
 def gemma4_spellings(config: Gemma4Config) -> Sequence[NameTable]:
-    """Return the one name table of Gemma 4."""
     table, width, count, inner = layered_names(config), config.hidden_size, config.num_experts, config.expert_size
     sizes: dict[str, tuple[str, tuple[int, ...]]] = {"layer_scalar": ("scalar", (1,))}
     if count:

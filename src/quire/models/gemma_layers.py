@@ -26,7 +26,6 @@ from torch import Tensor
 from quire.contracts.block_calls import LayerKernels
 from quire.contracts.model import Block
 from quire.contracts.ranks import Share, Stages
-from quire.contracts.rows import ActivationName
 from quire.models.blocks import Mixer
 from quire.models.config_fields import ConfigFields
 from quire.models.decoder import DecoderConfig, Parameters, Trunk, linear, norm_of
@@ -59,7 +58,6 @@ class LayeredConfig(DecoderConfig):
     """The blocks whose V is K, before its norm and its rotation."""
 
     def divided(self, share: Share) -> Self:
-        """See ``DecoderConfig``."""
         inner = tuple(share.part(one, "elements of intermediate_size") for one in self.inner_sizes)
         return replace(DecoderConfig.divided(replace(self, intermediate_size=0), share), inner_sizes=inner)
 
@@ -195,12 +193,7 @@ class LayerInput:
 def layer_input(config: LayeredConfig, block: int, parameters: Parameters) -> LayerInput:
     """Build a block's part that takes its input."""
     gate, out = (linear(parameters, f"{block}.{name}") for name in ("input_gate", "input_out"))
-    return LayerInput(gate, out, rms_norm(config, parameters, f"{block}.input_norm"), activation_of(config.activation))
-
-
-def activation_of(name: ActivationName) -> Callable[[Tensor], Tensor]:
-    """Return the function, which gives a fresh tensor."""
-    return ACTIVATIONS[name]
+    return LayerInput(gate, out, rms_norm(config, parameters, f"{block}.input_norm"), ACTIVATIONS[config.activation])
 
 
 @dataclass(slots=True, eq=False)
@@ -242,13 +235,11 @@ class LayeredDecoder(Trunk):
         self.wide = self if config.input_size or spread is not None else None
 
     def keep(self, stages: Stages) -> None:
-        """See ``Trunk``."""
         super().keep(stages)
         if not stages.is_first:
             self._inputs = self._spread = None
 
     def pack(self, kernels: LayerKernels) -> bool:
-        """See ``Trunk``."""
         for part in (self._inputs, self._spread):
             self.parameter_bytes += pack_maps(part, kernels) if part is not None else 0
         return super().pack(kernels)

@@ -152,15 +152,12 @@ def read_geometry(
         size = fields.count("head_dim", hidden_size // num_heads)
     if size % 2:
         raise CheckpointError(f"{fields.source}: head_dim is {size}; expected an even number, as RoPE turns pairs")
-    num_layers = fields.count("num_hidden_layers")
-    if num_layers > MAX_LAYERS:
-        raise fields.error("num_hidden_layers", f"an integer from 1 to {MAX_LAYERS}")
     return DecoderGeometry(
         architecture=architecture,
         vocab_size=fields.count("vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=fields.count("intermediate_size"),
-        num_layers=num_layers,
+        num_layers=fields.count("num_hidden_layers", most=MAX_LAYERS),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=size,

@@ -23,8 +23,22 @@ from quire.weights.gguf_blocks import NVFP4
 from quire.weights.gguf_container import GgufParts, open_gguf
 from quire.weights.gguf_files import GgufFiles, Origin, unit_names
 
+W = ("w1", "w3", "w2")
+"""Mixtral's names of the maps of an MLP: gate, up and down."""
+
+
+def _gated(prefix: str, kind: str = "", names: Sequence[str] = ("gate_proj", "up_proj", "down_proj")) -> dict[str, str]:
+    """Return the names of an MLP's maps: ``kind`` is "", "_exps" or "_shexp"."""
+    return {f"ffn_{part}{kind}": f"{prefix}.{name}" for part, name in zip(("gate", "up", "down"), names, strict=True)}
+
+
 TRUNK: Mapping[str, str] = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 """Names of tensors outside of layers, without ``.weight`` and ``.bias``."""
+BACKBONE: Mapping[str, str] = {
+    "token_embd": "backbone.embeddings",
+    "output_norm": "backbone.norm_f",
+    "output": "lm_head",
+}
 LAYER: Mapping[str, str] = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -35,9 +49,7 @@ LAYER: Mapping[str, str] = {
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
     "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
+    **_gated("mlp"),
 }
 """Names of a layer's tensors, as most families have them."""
 SANDWICH: Mapping[str, str] = {
@@ -835,18 +847,12 @@ def _without(names: Mapping[str, str], *parts: str) -> dict[str, str]:
     return {name: value for name, value in names.items() if name not in parts}
 
 
-QWEN_EXPERTS: Mapping[str, str] = {
-    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
-    "ffn_up_exps": "mlp.experts.{}.up_proj",
-    "ffn_down_exps": "mlp.experts.{}.down_proj",
-}
+QWEN_EXPERTS: Mapping[str, str] = _gated("mlp.experts.{}", "_exps")
 QWEN_MIXTURE: Mapping[str, str] = {
     **LAYER,
     "ffn_gate_inp": "mlp.gate",
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-    "ffn_up_shexp": "mlp.shared_expert.up_proj",
-    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    **_gated("mlp.shared_expert", "_shexp"),
 }
 
 MIXER: Mapping[str, str] = {"ssm_in": "mamba.in_proj", "ssm_conv1d": "mamba.conv1d", "ssm_out": "mamba.out_proj"}
@@ -864,11 +870,7 @@ MIXTRAL = Architecture(
     config=_mixtral,
     layer={**LAYER, "ffn_gate_inp": "block_sparse_moe.gate"},
     permuted=True,
-    experts={
-        "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
-        "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
-        "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
-    },
+    experts=_gated("block_sparse_moe.experts.{}", "_exps", W),
 )
 """Files that call themselves ``llama`` and have experts."""
 
@@ -876,7 +878,7 @@ NEMOTRON_H = Architecture(
     model_type="nemotron_h",
     attends="none",
     config=_nemotron_h,
-    trunk={"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f", "output": "lm_head"},
+    trunk=BACKBONE,
     layer={
         "attn_norm": "norm",
         "attn_q": "mixer.q_proj",
@@ -914,19 +916,13 @@ LFM2 = Architecture(
         "attn_q_norm": "self_attn.q_layernorm",
         "attn_k_norm": "self_attn.k_layernorm",
         "ffn_norm": "ffn_norm",
-        "ffn_gate": "feed_forward.w1",
-        "ffn_up": "feed_forward.w3",
-        "ffn_down": "feed_forward.w2",
+        **_gated("feed_forward", "", W),
         "ffn_gate_inp": "feed_forward.gate",
         "shortconv.in_proj": "conv.in_proj",
         "shortconv.conv": "conv.conv",
         "shortconv.out_proj": "conv.out_proj",
     },
-    experts={
-        "ffn_gate_exps": "feed_forward.experts.{}.w1",
-        "ffn_up_exps": "feed_forward.experts.{}.w3",
-        "ffn_down_exps": "feed_forward.experts.{}.w2",
-    },
+    experts=_gated("feed_forward.experts.{}", "_exps", W),
     origins=_lfm2_origins,
 )
 
@@ -996,9 +992,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "attn_kv_a_norm": "self_attn.kv_a_layernorm",
             "attn_kv_b": "self_attn.kv_b_proj",
             "ffn_gate_inp": "mlp.gate",
-            "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
-            "ffn_up_shexp": "mlp.shared_experts.up_proj",
-            "ffn_down_shexp": "mlp.shared_experts.down_proj",
+            **_gated("mlp.shared_experts", "_shexp"),
         },
         experts=QWEN_EXPERTS,
         origins=_deepseek2_origins,
@@ -1009,7 +1003,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         model_type="mamba2",
         attends="none",
         config=_mamba2,
-        trunk={"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f", "output": "lm_head"},
+        trunk=BACKBONE,
         layer={
             "attn_norm": "norm",
             "ssm_in": "mixer.in_proj",
@@ -1029,9 +1023,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             **LAYER,
             **MIXER,
             "ffn_norm": "pre_ff_layernorm",
-            "ffn_gate": "feed_forward.gate_proj",
-            "ffn_up": "feed_forward.up_proj",
-            "ffn_down": "feed_forward.down_proj",
+            **_gated("feed_forward"),
         },
         # The converter names one norm without a suffix.
         origins=lambda metadata: (*_mamba_origins("mamba"), ("pre_ff_layernorm.weight", Origin(("ffn_norm",)))),

@@ -49,8 +49,6 @@ class MixerShape(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HybridConfig:
-    """The computation of a hybrid."""
-
     OWN: ClassVar[tuple[str, ...]] = ()
     """Fields that a family adds to ``canonical``, of JSON types."""
 
@@ -215,17 +213,3 @@ def read_taps(fields: ConfigFields, name: str, default: int) -> int:
     if taps < 2:
         raise fields.error(name, "an integer of 2 or more")
     return taps
-
-
-def read_numbers(fields: ConfigFields, name: str, default: Sequence[float]) -> tuple[float, ...]:
-    """Read as many finite numbers above 0 as ``default`` has; null or missing gives ``default``."""
-    value = fields.get(name)
-    if value is None:
-        return tuple(default)
-    expected = f"{len(default)} finite numbers above 0 in a list"
-    if not isinstance(value, list) or len(value) != len(default):
-        raise fields.error(name, expected)
-    for one in value:
-        if isinstance(one, bool) or not isinstance(one, int | float) or not 0 < one < float("inf"):
-            raise fields.error(name, expected)
-    return tuple(float(one) for one in value)

@@ -16,8 +16,8 @@ from typing import Any, cast
 
 import torch
 
-from quire.base.errors import CheckpointError, InvalidArgument, QuireError, ResourceExhausted, Unsupported
-from quire.base.process_limits import free_memory, size_words
+from quire.base.errors import CheckpointError, InvalidArgument, QuireError, ResourceExhausted, Unsupported, size_words
+from quire.base.process_limits import free_memory
 from quire.base.progress import Bar, on_terminal
 from quire.contracts.block_calls import LayerKernels
 from quire.contracts.layers import LayerSpec

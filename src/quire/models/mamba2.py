@@ -35,8 +35,6 @@ UNBOUNDED = 1 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MambaConfig(HybridConfig):
-    """A hybrid with Mamba-2 mixers."""
-
     mixer: Mamba2Shape
     activation: ActivationName
     """The activation after the convolution."""
@@ -70,9 +68,7 @@ class MambaConfig(HybridConfig):
 def read_mamba2_config(fields: ConfigFields, max_model_len: int | None) -> MambaConfig:
     """Read ``Mamba2ForCausalLM`` with the defaults of transformers for missing sizes."""
     fields.expect_model_type("mamba2", "Mamba2ForCausalLM")
-    hidden_size, num_blocks = fields.count("hidden_size"), fields.count("num_hidden_layers")
-    if num_blocks > MAX_LAYERS:
-        raise fields.error("num_hidden_layers", f"an integer from 1 to {MAX_LAYERS}")
+    hidden_size, num_blocks = fields.count("hidden_size"), fields.count("num_hidden_layers", most=MAX_LAYERS)
     shape = read_shape(fields, ("num_heads", "head_dim", "state_size"), read_step_limit(fields))
     check_heads(fields, shape, int(fields.number("expand", 2) * hidden_size), "num_heads", "n_groups")
     # These decide how weights are drawn before training, and how a long prompt is cut.

@@ -71,9 +71,7 @@ def read_num_experts(fields: ConfigFields, name: str, other_name: str) -> tuple[
     """Read the numbers of experts per layer and token; ``other_name`` also names the first."""
     if fields.get(name) is None and fields.get(other_name) is not None:
         name, other_name = other_name, name
-    num_experts = fields.count(name)
-    if num_experts > MAX_EXPERTS:
-        raise fields.error(name, f"an integer from 1 to {MAX_EXPERTS}")
+    num_experts = fields.count(name, most=MAX_EXPERTS)
     if fields.get(other_name) not in (None, num_experts):
         raise fields.error(other_name, f"the same as {name} ({num_experts})")
     top_k = fields.count("num_experts_per_tok")

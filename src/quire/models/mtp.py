@@ -48,7 +48,6 @@ class MtpHead(Head):
     target_norm: Map
 
     def states(self, features: Sequence[Tensor]) -> Tensor:
-        """See ``Head``."""
         return self.target_norm(features[0]).to(self.dtype)
 
     def following(self, y_TE: Tensor) -> Tensor:

@@ -259,7 +259,6 @@ def _mixture_names(config: NemotronConfig, prefix: str, block: int, stacked: boo
 
 
 def nemotron_h_block(config: NemotronConfig, block: int, ids: LayerIds, parameters: Parameters) -> Block:
-    """Build a block."""
     norm = norm_of(config, parameters, f"{block}.mixer_norm")
     if ids.recurrent is not None:
         return BareBlock(norm, mamba_of(config, block, ids.recurrent, parameters))

@@ -279,7 +279,6 @@ class ProbePass:
         return torch.cat((self.first_T, self.other_T)).to(torch.int32)
 
     def attend(self, layer_id: int, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> Tensor:
-        """See ``contracts.model.Pass``."""
         spec, count, start = self.specs[layer_id], len(self.first_T), self.start
         k, v = k_THD[:count], v_THD[:count]
         if start:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from quire.contracts.experts import Routing
 from quire.contracts.ranks import Share
-from quire.models.config_fields import ConfigFields, refuse_unsupported
+from quire.models.config_fields import ConfigFields, config_reader, refuse_unsupported
 from quire.models.decoder import DecoderConfig, Parameters, linear
 from quire.models.geometry import DecoderGeometry, read_geometry, read_layer_types
 from quire.models.heads import DraftLayer
@@ -41,6 +41,7 @@ from quire.models.tensor_names import (
     name_table,
     places_of,
 )
+from quire.models.text_parts import text_fields
 from quire.nn.delta import DeltaShape, GatedDeltaNet
 from quire.nn.norm import GatedRMSNorm
 from quire.ops.rows import ACTIVATIONS
@@ -84,7 +85,6 @@ def read_qwen3_next_config(values: Mapping[str, Any], max_model_len: int | None 
 
 
 def read_qwen3_5_config(values: Mapping[str, Any], max_model_len: int | None = None) -> DeltaConfig:
-    """Read ``Qwen3_5ForCausalLM``."""
     return _read_dense(ConfigFields(without_sections(values)), "Qwen3_5ForCausalLM", max_model_len)
 
 
@@ -93,30 +93,21 @@ def read_qwen3_5_moe_config(values: Mapping[str, Any], max_model_len: int | None
     return _read_mixture(ConfigFields(without_sections(values)), "Qwen3_5MoeForCausalLM", max_model_len)
 
 
-def read_qwen3_5_with_vision_config(values: Mapping[str, Any], max_model_len: int | None = None) -> DeltaConfig:
+@config_reader
+def read_qwen3_5_with_vision_config(fields: ConfigFields, max_model_len: int | None) -> DeltaConfig:
     """Read ``text_config`` of ``Qwen3_5ForConditionalGeneration``, for text. The image encoder is
     not loaded, and no token has a position in height and width."""
-    text = _text_of(values, "qwen3_5", "Qwen3_5ForConditionalGeneration")
-    return replace(_read_dense(text, "Qwen3_5ForConditionalGeneration", max_model_len), prefix=VISION_PREFIX)
+    architecture = "Qwen3_5ForConditionalGeneration"
+    text = text_fields(fields, "qwen3_5", architecture, {}, tied=False)
+    return replace(_read_dense(text, architecture, max_model_len), prefix=VISION_PREFIX)
 
 
-def read_qwen3_5_moe_with_vision_config(values: Mapping[str, Any], max_model_len: int | None = None) -> DeltaConfig:
+@config_reader
+def read_qwen3_5_moe_with_vision_config(fields: ConfigFields, max_model_len: int | None) -> DeltaConfig:
     """Read ``text_config`` of ``Qwen3_5MoeForConditionalGeneration``, with experts."""
-    text = _text_of(values, "qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration")
-    return replace(_read_mixture(text, "Qwen3_5MoeForConditionalGeneration", max_model_len), prefix=VISION_PREFIX)
-
-
-def _text_of(values: Mapping[str, Any], model_type: str, architecture: str) -> ConfigFields:
-    """Return the fields of ``text_config``; read or refuse the fields outside of it."""
-    fields = ConfigFields(values)
-    fields.expect_model_type(model_type, architecture)
-    fields.get("vision_config")
-    text = without_sections(fields.mapping("text_config"))
-    tied = fields.flag("tie_word_embeddings", bool(text.get("tie_word_embeddings", False)))
-    if text.setdefault("tie_word_embeddings", tied) != tied:
-        raise fields.error("tie_word_embeddings", f"that of text_config ({text['tie_word_embeddings']!r})")
-    refuse_unsupported(fields)
-    return ConfigFields(text, f"{fields.source}, text_config")
+    architecture = "Qwen3_5MoeForConditionalGeneration"
+    text = text_fields(fields, "qwen3_5_moe", architecture, {}, tied=False)
+    return replace(_read_mixture(text, architecture, max_model_len), prefix=VISION_PREFIX)
 
 
 def _read_dense(fields: ConfigFields, architecture: str, max_model_len: int | None) -> DeltaConfig:

@@ -8,7 +8,6 @@ agree.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, get_args
@@ -295,24 +294,13 @@ def _read_longrope(rope: ConfigFields, plain: RopeSpec, context: _Context) -> Ro
     factor = rope.number("factor", context.max_position / original)
     grown = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     kinds = ("short", "long")
-    factors = [_pair_factors(rope, f"{kind}_factor", plain.rotary_dim // 2) for kind in kinds]
+    factors = [rope.numbers(f"{kind}_factor", plain.rotary_dim // 2) for kind in kinds]
     if context.magnitudes:
         weights = [rope.number(f"{kind}_mscale") for kind in kinds]
     else:
         weights = [rope.number("attention_factor", grown)] * 2
     is_long = context.length > original
     return replace(plain, scaling="longrope", factors=factors[is_long], attention_factor=weights[is_long])
-
-
-def _pair_factors(rope: ConfigFields, name: str, pairs: int) -> tuple[float, ...]:
-    values = rope.get(name)
-    numbers = values if isinstance(values, list) else []
-    right = all(
-        isinstance(one, int | float) and not isinstance(one, bool) and 0 < one <= sys.float_info.max for one in numbers
-    )
-    if len(numbers) != pairs or not right:
-        raise rope.error(name, f"a list of {pairs} finite numbers above 0, one for each pair of columns")
-    return tuple(float(one) for one in numbers)
 
 
 def _read_llama3(rope: ConfigFields, plain: RopeSpec, context: _Context) -> RopeSpec:

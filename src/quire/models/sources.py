@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from quire.base.errors import CheckpointError
+from quire.base.json_files import read_json
 from quire.contracts.weights import WeightSource
 from quire.models.config_fields import read_config_file
 from quire.models.gguf import open_gguf_weights, read_gguf_config, read_gguf_generation
@@ -47,16 +46,3 @@ def open_weights(path: Path, quantized: Quantized | None = None) -> WeightSource
 def weight_files(path: Path) -> tuple[Path, ...]:
     """List the files of a model's weights by name; ``CheckpointError`` if one is missing."""
     return part_files(path) if is_gguf(path) else safetensors_files(path)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return a JSON object, empty without the file; ``CheckpointError`` names a damaged one."""
-    if not path.is_file():
-        return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not readable JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path} holds no JSON object")
-    return found

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.base.errors import CheckpointError, Unsupported
+from quire.models.config_fields import ConfigFields
 from quire.models.rope_config import without_sections
 from quire.weights.places import NameTable
 
@@ -170,6 +171,20 @@ def text_values(values: Mapping[str, Any]) -> dict[str, Any]:
     if tied is not None:
         found["tie_word_embeddings"] = tied
     return {**found, "model_type": kind.model_type}
+
+
+def text_fields(
+    fields: ConfigFields, model_type: str, architecture: str, defaults: Mapping[str, Any], *, tied: bool
+) -> ConfigFields:
+    """Return the fields of ``text_config`` for a family that has names for the whole checkpoint.
+    ``tied``: whether head and embedding are one if neither part says it."""
+    fields.expect_model_type(model_type, architecture)
+    fields.get("vision_config")
+    text = {**defaults, **without_sections(fields.mapping("text_config"))}
+    tied = fields.flag("tie_word_embeddings", bool(text.get("tie_word_embeddings", tied)))
+    if text.setdefault("tie_word_embeddings", tied) != tied:
+        raise fields.error("tie_word_embeddings", f"that of text_config ({text['tie_word_embeddings']!r})")
+    return ConfigFields(text, f"{fields.source}, text_config")
 
 
 def says_tied(values: Mapping[str, Any]) -> bool:

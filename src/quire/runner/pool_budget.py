@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from quire.base.config import EngineConfig, parse_bytes
-from quire.base.errors import InvalidArgument, ResourceExhausted
-from quire.base.process_limits import free_memory, size_words
+from quire.base.errors import InvalidArgument, ResourceExhausted, size_words
+from quire.base.process_limits import free_memory
 from quire.contracts.kv_format import KVFormat
 from quire.contracts.layers import FullAttention, LatentAttention, LayerSpec, Recurrent, WindowedAttention
 from quire.kv.formats import kv_format

@@ -18,9 +18,7 @@ from quire.engine.request_outputs import prefix_output
 from quire.sessions import generation
 from quire.sessions.chat_turns import Asked, ReadAnswer, TemplateInputs, next_turn_ids, parts_from
 from quire.sessions.live_sequence import LiveSequence
-from quire.text.chat_prompts import encode_chat
-from quire.text.chat_rendering import render_chat, select_template
-from quire.text.spelled_tokens import SpelledTokens
+from quire.text.chat_prompts import ChatPrompt, encode_chat
 
 
 def ask(
@@ -98,20 +96,11 @@ def prefetch_next_turn(live: LiveSequence, most: int | None) -> RequestOutput | 
             return None
         inputs, key, adapter = turns.inputs, branch.key, branch.adapter
         asked = turns.ask([], ids.tolist(), tokenizer, None, inputs)
-    template = select_template(tokenizer.chat_templates, with_tools=inputs.tools is not None)
-    messages, variables = asked.all_messages, {**tokenizer.special_tokens, **inputs.variables}
-    texts = SpelledTokens(tokenizer, template, messages, inputs.tools, variables)
+    chat = ChatPrompt(tokenizer, asked.all_messages, inputs.tools, inputs.variables, text_limit=longest)
     rendered = next_turn_ids(
-        lambda given: render_chat(
-            template,
-            given,
-            add_generation_prompt=False,
-            tools=texts.value(inputs.tools),
-            text_limit=longest,
-            **texts.variables(variables),
-        ),
-        texts.messages(messages),
-        texts,
+        lambda given: chat.render(given, inputs.tools, asks=False),
+        asked.all_messages,
+        chat.texts,
         inside=tokenizer.has_text(ids[: asked.start]),
     )
     history = np.concatenate((ids[: asked.start], rendered))

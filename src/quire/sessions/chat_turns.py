@@ -150,7 +150,6 @@ class ChatTurns:
 
     @property
     def messages(self) -> list[Mapping[str, Any]]:
-        """Return the messages of all turns."""
         return [turn.message for turn in self._turns]
 
     @property

@@ -103,7 +103,6 @@ class LiveSequence:
         return int(value)  # type: ignore[call-overload, no-any-return]
 
     def layer_spec(self, layer: int) -> LayerSpec:
-        """Return the geometry of a layer."""
         if not is_integer(layer):
             raise InvalidArgument(field="layer", given=layer, allowed="an integer, as in kv(0)")
         return self.engine.runner.state.layer_spec(layer)

@@ -46,11 +46,9 @@ from quire.engine.request_checks import RequestChecks
 from quire.engine.request_outputs import request_output, warmed
 from quire.sessions import blend_calibration
 from quire.sessions.session import Session
-from quire.text.chat_rendering import render_chat, select_template
+from quire.text.chat_prompts import ChatPrompt
 from quire.text.chat_segments import cut_at_segments, without_segments
-from quire.text.spelled_tokens import SpelledTokens
 from quire.text.token_ids import as_token_ids
-from quire.text.tokenizer import Tokenizer
 
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
 """One conversation."""
@@ -81,11 +79,9 @@ class PreparedPrompts:
     """The result of the checks of each; None where it is a session."""
 
     def media_of(self, number: int) -> Media:
-        """Return the embeddings of one prompt."""
         return self.media[number] if self.media else NO_MEDIA
 
     def pieces_of(self, number: int) -> Pieces:
-        """Return the pieces of one prompt."""
         return self.pieces[number] if self.pieces else WHOLE
 
     def session_of(self, number: int) -> Session | None:
@@ -175,35 +171,20 @@ class PromptRequests:
         tokenizer = self.engine.tokenizer
         if tokenizer is None:
             raise FailedPrecondition("chat needs a tokenizer with a chat template, and this model has no tokenizer")
-        template = select_template(tokenizer.chat_templates, with_tools=tools is not None)
         texts: list[str | None] = []
         ids, pieces = [], []
         for conversation in conversations:
-            spelled = SpelledTokens(tokenizer, template, conversation, tools)
-            bare, marked = without_segments(spelled.messages(conversation))
-            render = self._renderer(tokenizer, template, spelled.value(tools), add_generation_prompt)
+            chat = ChatPrompt(tokenizer, conversation, tools, text_limit=self.engine.checks.text_limit)
+            bare, marked = without_segments(chat.texts.messages(conversation))
+            render = partial(chat.render, tools=tools, asks=add_generation_prompt)
             text = render(bare)
-            texts.append(spelled.shown(text))
+            texts.append(chat.texts.shown(text))
             parts, unplaced = ([text], ()) if blend is None else cut_at_segments(text, bare, marked, render)
-            tokens, found = read_segments(parts, spelled.encode_part)
+            tokens, found = read_segments(parts, chat.texts.encode_part)
             ids.append(tokens)
             pieces.append(replace(found, unplaced=unplaced))
         key = cache_key(cache_salt)
         return self._checked(PreparedPrompts(ids, texts, params, key, chosen, hints=hinted, pieces=pieces, blend=blend))
-
-    def _renderer(
-        self, tokenizer: Tokenizer, template: str, tools: Any, add_generation_prompt: bool
-    ) -> Callable[[Messages], str]:
-        """Return a function that renders a conversation."""
-        special = tokenizer.special_tokens
-        return lambda conversation: render_chat(
-            template,
-            conversation,
-            add_generation_prompt=add_generation_prompt,
-            tools=tools,
-            text_limit=self.engine.checks.text_limit,
-            **special,
-        )
 
     def prepare_beams(
         self, prompts: Prompts, params: BeamSearchParams, *, adapter: str | None = None, cache_salt: str | None = None

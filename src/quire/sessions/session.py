@@ -574,7 +574,7 @@ class Session(Uncopied):
 
     @uninterrupted
     @kept
-    def set_kv(self, layer: int, *, start: int = 0, **tensors: Tensor | None) -> None:
+    def set_kv(self, /, layer: int, *, start: int = 0, **tensors: Tensor | None) -> None:
         """Overwrite a layer's rows or states, by the names that ``kv`` gives.
 
         The tensors are rows from position ``start`` on, or at ``positions`` (one run of them), or

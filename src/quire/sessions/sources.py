@@ -62,7 +62,6 @@ class SessionSources:
         labels: Mapping[str, str] | None,
         use_tqdm: bool | None,
     ) -> Session:
-        """See ``LLM.session``."""
         self.requests.require_open("session")
         if use_tqdm is not None:
             require_bool("use_tqdm", use_tqdm)

@@ -96,7 +96,6 @@ def fork_to_session(engine: Engine, cache: CacheRows, picked: int, length: int) 
 
 
 def read(live: LiveSequence, layer: int) -> dict[str, Tensor]:
-    """Return the state of a layer."""
     spec = live.layer_spec(layer)
     found = _kept_states(live, layer, spec)
     if found is not None:

@@ -32,7 +32,6 @@ class Chances:
             raise QuireError("the logits after these tokens are not finite, so that no token has a probability")
 
     def of(self, token: int) -> TokenChance:
-        """Return the chance of one token."""
         found = self.logprobs_V[token]
         rank = int((self.logprobs_V > found).sum()) + int((self.logprobs_V[:token] == found).sum()) + 1
         return TokenChance(token, text_of(self._engine, token), float(found), rank)

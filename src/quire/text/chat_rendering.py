@@ -120,11 +120,8 @@ def _halved(messages: Sequence[Mapping[str, Any]]) -> InvalidArgument:
     return InvalidArgument("the prompt has half a surrogate pair, which is no character", field="messages")
 
 
-def select_template(templates: Mapping[str, str], chosen: str | None = None, *, with_tools: bool = False) -> str:
-    """Return the template ``chosen`` (a name in ``templates``, or a template), else ``tool_use`` or
-    ``default``. ``InvalidArgument`` if there is none."""
-    if chosen is not None:
-        return templates.get(chosen, chosen)
+def select_template(templates: Mapping[str, str], *, with_tools: bool = False) -> str:
+    """Return the template ``tool_use`` or ``default``. ``InvalidArgument`` if there is none."""
     if with_tools and "tool_use" in templates:
         return templates["tool_use"]
     if "default" in templates:

@@ -43,7 +43,6 @@ class FillTokens:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer | None) -> Self | None:
-        """Return the tokens of a tokenizer; None if it has none."""
         if tokenizer is None:
             return None
 

@@ -115,8 +115,6 @@ NAMED: Mapping[str, str] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GgufTokenizer:
-    """The parts of a ``Tokenizer``."""
-
     backend: tokenizers.Tokenizer
     special_tokens: Mapping[str, str]
     eos_ids: Sequence[int]

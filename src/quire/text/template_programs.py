@@ -69,8 +69,6 @@ def render_apart(source: str, variables: Mapping[str, Any], most: int | None, se
 
 
 def serve_renders() -> None:
-    """Render in the child."""
-
     def answer(request: dict[str, Any]) -> dict[str, Any]:
         try:
             return {"text": render_here(**request)}

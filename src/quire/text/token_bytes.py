@@ -213,7 +213,6 @@ class PieceStream:
         return other
 
     def push(self, token_id: int) -> bytes:
-        """Return the bytes that ``token_id`` adds."""
         if not self._is_visible(token_id):
             return b""
         if self._decoded is not None:

@@ -9,7 +9,6 @@ definition, its post-processor decides which special tokens ``encode`` adds, and
 from __future__ import annotations
 
 import copy
-import json
 import logging
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -23,6 +22,7 @@ from typing import Any
 import tokenizers
 
 from quire.base.errors import CheckpointError, InvalidArgument, NotFound
+from quire.base.json_files import read_json
 from quire.base.signatures import require_text
 from quire.base.token_history import Ids
 from quire.text import long_texts
@@ -286,6 +286,15 @@ class Tokenizer:
                 return text
         return join_pieces(self.token_bytes, ids, skip_special_tokens=skip_special_tokens).decode(errors="replace")
 
+    def spellings(self, words: Sequence[str]) -> list[list[int]]:
+        """Return the tokens of each word as it is given, without white space before it, and behind
+        one space: the beginning of a word belongs to its first token in most vocabularies."""
+        texts: dict[str, None] = {}
+        for word in words:
+            bare = word.lstrip()
+            texts |= dict.fromkeys((word, bare, f" {bare}") if bare else (word,))
+        return [ids for text in texts if (ids := self.encode_inside(text))]
+
     def token_text(self, token_id: int) -> str:
         """Return the text of one token inside a text, for log-probabilities: special tokens spelled
         out, leading space kept. Part of a character is U+FFFD; ``token_bytes.piece`` has the
@@ -399,19 +408,6 @@ def _way(path: Path) -> str:
         f"code of the checkpoint reads the vocabulary ({name}), which is not run: give tokenizer=DIRECTORY with a "
         "tokenizer.json of the same vocabulary, or the model as a GGUF file, which holds its tokenizer"
     )
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """Return the object in a JSON file, empty without it; ``CheckpointError`` for other content."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError) as error:  # JSON and UTF-8 errors are ValueErrors
-        raise CheckpointError(f"{file} cannot be read as JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{file} must hold a JSON object, found {type(content).__name__}")
-    return content
 
 
 def _as_mapping(value: object) -> Mapping[str, Any]:

@@ -125,7 +125,6 @@ def _state_of(part: Any) -> Any:
 
 
 def _objects(value: Any) -> Iterator[dict[str, Any]]:
-    """Yield all objects in a JSON value."""
     if isinstance(value, dict):
         yield value
     for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():

@@ -14,7 +14,7 @@ from torch import Tensor
 from quire.contracts.weights import StoredTensor
 from quire.weights.code_format import EIGHT, CodeFormat
 from quire.weights.scaled_float8 import matrix
-from quire.weights.scales import Shape, check_finite, whole
+from quire.weights.scales import Shape, whole
 
 ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """The place in a word, from the lowest bits on, of each of eight outputs (the layout "gemm")."""
@@ -46,20 +46,9 @@ class Awq(CodeFormat):
         }
 
     def codes(self, name: str, stored: Mapping[str, Tensor], shape: Shape, groups_I: Tensor, some: slice) -> Tensor:
-        """See ``CodeFormat``."""
         words, zeros, _ = stored.values()
         found = words[:, some.start // EIGHT : whole(some.stop, EIGHT)]
         return (_codes(found, some.stop - some.start) - _codes(zeros, shape[0])[:, some][groups_I]).mT
-
-    def scales(self, name: str, stored: Mapping[str, Tensor], shape: Shape) -> Tensor:
-        """See ``CodeFormat``."""
-        scales_gO = list(stored.values())[2]
-        check_finite(name, scales_gO)
-        return scales_gO.mT
-
-    def order(self, stored: Mapping[str, Tensor]) -> Tensor | None:
-        """See ``CodeFormat``."""
-        return None
 
 
 def _codes(words: Tensor, outputs: int) -> Tensor:

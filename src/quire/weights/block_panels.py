@@ -63,7 +63,6 @@ class BlockKind:
         return HEADS.get(self.name, 0)
 
     def panel_bytes(self, inputs: int) -> int:
-        """Return the bytes of a panel."""
         head, *group = self.sizes
         return PANEL * (self.row + inputs // GROUP * sum(group) + inputs // (GROUP * self.groups) * head)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from quire.base.errors import CheckpointError
 from quire.contracts.linear import CodeRows
 from quire.contracts.weights import StoredTensor
-from quire.weights.scales import Shape, parts, write
+from quire.weights.scales import Shape, check_finite, parts, write
 
 EIGHT = 8
 """Rows of codes are read in multiples of this, as words may hold the codes of so many."""
@@ -27,6 +27,8 @@ class CodeFormat(ABC):
 
     __slots__ = ()
     is_plain = False
+    has_order = False
+    """Whether the last tensor lists the group of each column; else groups are consecutive."""
     bits: int
     """Of a code."""
     group: int
@@ -46,13 +48,11 @@ class CodeFormat(ABC):
         """Return the codes of rows less their zeros, int8 or int16 ``[rows, I]``. The slice begins
         at a multiple of ``EIGHT``."""
 
-    @abstractmethod
     def scales(self, name: str, stored: Mapping[str, Tensor], shape: Shape) -> Tensor:
         """Return the scales ``[O or 1, g]``. ``CheckpointError`` if one is not finite."""
-
-    @abstractmethod
-    def order(self, stored: Mapping[str, Tensor]) -> Tensor | None:
-        """Return the listed group of each column; None: groups are consecutive."""
+        scales_gO = list(stored.values())[2]
+        check_finite(name, scales_gO)
+        return scales_gO.mT
 
     def expand(self, name: str, stored: Mapping[str, Tensor], out: Tensor) -> None:
         """See ``WeightFormat``. Values are rounded to the element type of the scales."""
@@ -81,10 +81,9 @@ class CodeFormat(ABC):
     def groups(self, name: str, stored: Mapping[str, Tensor], columns: int, count: int) -> Tensor:
         """Return the group of each column, int64. ``CheckpointError`` for a group that is
         missing."""
-        listed = self.order(stored)
-        if listed is None:
+        if not self.has_order:
             return torch.arange(columns) // (self.group or columns)
-        groups = listed.long()
+        groups = list(stored.values())[-1].long()
         if len(groups) and not (int(groups.min()) >= 0 and int(groups.max()) < count):
             found = int(groups.min()) if int(groups.min()) < 0 else int(groups.max())
             raise CheckpointError(f"{name}: its g_idx has the group {found}; expected groups from 0 to {count - 1}")

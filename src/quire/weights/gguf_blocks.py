@@ -145,7 +145,6 @@ class GgufBlocks:
     is_plain: bool = False
 
     def stored(self, name: str, shape: tuple[int, ...]) -> dict[str, StoredTensor]:
-        """See ``WeightFormat``."""
         return {name: StoredTensor(shape=shape, dtypes=(self.name,))}
 
     def expand(self, name: str, stored: Mapping[str, Tensor], out: Tensor) -> None:

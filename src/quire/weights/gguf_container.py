@@ -159,7 +159,6 @@ class GgufFile:
         return key in self._values
 
     def error(self, key: str, expected: str) -> CheckpointError:
-        """Return the error of a key whose value is wrong."""
         value = self._values.get(key)
         found = (
             "missing" if value is None else f"an array of {value.count}" if isinstance(value, _Array) else repr(value)
@@ -192,7 +191,6 @@ class GgufFile:
         return value
 
     def value(self, key: str) -> Any:
-        """Return the value of a key as it is; None without it."""
         return self._values.get(key)
 
     def is_array(self, key: str) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 from quire.contracts.weights import StoredTensor
 from quire.weights.code_format import CodeFormat
 from quire.weights.scaled_float8 import matrix
-from quire.weights.scales import Shape, check_finite, whole
+from quire.weights.scales import Shape, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,22 +52,11 @@ class Gptq(CodeFormat):
         return found
 
     def codes(self, name: str, stored: Mapping[str, Tensor], shape: Shape, groups_I: Tensor, some: slice) -> Tensor:
-        """See ``CodeFormat``."""
         words, zeros, *_ = stored.values()
         if self.zeros_less_one:  # of the whole word: what one zero borrowed of the next comes back
             zeros = zeros + sum(1 << at for at in range(0, 32, self.bits))
         zeros_gO = self._unpacked(zeros, shape[0])
         return self._unpacked(words[:, some].mT, shape[1]) - zeros_gO[:, some].mT[:, groups_I]
-
-    def scales(self, name: str, stored: Mapping[str, Tensor], shape: Shape) -> Tensor:
-        """See ``CodeFormat``."""
-        scales_gO = list(stored.values())[2]
-        check_finite(name, scales_gO)
-        return scales_gO.mT
-
-    def order(self, stored: Mapping[str, Tensor]) -> Tensor | None:
-        """See ``CodeFormat``."""
-        return list(stored.values())[3] if self.has_order else None
 
     def _unpacked(self, words: Tensor, count: int) -> Tensor:
         """Return codes int16 ``[.., count]`` of words, the lowest bits first."""

@@ -72,14 +72,9 @@ class IntegerCodes(CodeFormat):
         return codes - zeros[some if len(zeros) > 1 else slice(None)][:, groups_I]
 
     def scales(self, name: str, stored: Mapping[str, Tensor], shape: Shape) -> Tensor:
-        """See ``CodeFormat``."""
         scales = list(stored.values())[2 if self.packed else 1]
         check_finite(name, scales)
         return scales.reshape(shape[0] if scales.numel() > 1 else 1, -1)
-
-    def order(self, stored: Mapping[str, Tensor]) -> Tensor | None:
-        """See ``CodeFormat``."""
-        return list(stored.values())[-1] if self.has_order else None
 
 
 def unpacked(words_OW: Tensor, bits: int, count: int) -> Tensor:

@@ -14,8 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.base.errors import ResourceExhausted
-from quire.base.process_limits import size_words
+from quire.base.errors import ResourceExhausted, size_words
 from quire.base.progress import Bar
 from quire.contracts.linear import BlockRows, CodeRows
 from quire.contracts.weights import CodedFormat
@@ -242,7 +241,6 @@ class LazyParameters(Mapping[str, Tensor]):
         return all(isinstance(place.format, GgufBlocks | CodedFormat) for place in self._tensors[name].values())
 
     def _on_device(self, parameter: Tensor) -> Tensor:
-        """Return memory for a parameter."""
         found, _ = allocate({"": parameter.shape}, parameter.dtype, self._device)
         return found[""]
 

@@ -17,7 +17,7 @@ from quire.contracts.linear import PackedMatrix, WeightForm
 from quire.weights.block_panels import block_rows_of, unpack_blocks
 from quire.weights.float8 import Float8Rows, rounded_rows
 from quire.weights.gguf_blocks import HEADS, SIZES, values_of_rows
-from quire.weights.panels import PANEL, Bfloat16Panels, Float32Panels, Int4Panels, Int8Panels
+from quire.weights.panels import BFLOAT16, FLOAT32, INT4, INT8, PANEL
 
 
 class PackedForm(Protocol):
@@ -49,9 +49,7 @@ class PackedForm(Protocol):
         """Return the values ``[O, I]`` in float32."""
 
 
-FORMS: Mapping[WeightForm, PackedForm] = {
-    form.name: form for form in (Float32Panels(), Bfloat16Panels(), Int8Panels(), Int4Panels(), Float8Rows())
-}
+FORMS: Mapping[WeightForm, PackedForm] = {form.name: form for form in (FLOAT32, BFLOAT16, INT8, INT4, Float8Rows())}
 
 
 EXACT_FORMS: tuple[WeightForm, ...] = ("float32", "bfloat16", "blocks", "rows")
@@ -59,7 +57,6 @@ EXACT_FORMS: tuple[WeightForm, ...] = ("float32", "bfloat16", "blocks", "rows")
 
 
 def pack(weight_OI: Tensor, form: WeightForm) -> PackedMatrix:
-    """Return the weights in a form."""
     return FORMS[form].pack(weight_OI)
 
 

@@ -20,8 +20,6 @@ from quire.contracts.linear import CodeRows, PackedMatrix
 
 PANEL = 32
 """Outputs of a panel."""
-INT4_BITS = torch.tensor([16 * (i % 2) + 4 * (i // 2) for i in range(8)])
-"""First bits of eight inputs in a word."""
 INT4_LOW, INT4_HIGH = [0, 4, 1, 5], [2, 6, 3, 7]
 """Inputs of a word in the low and high halves of its bytes."""
 SMALLER_SCALES = (0.95, 0.9, 0.85, 0.8, 0.75)
@@ -33,12 +31,14 @@ def _padded(weight_OI: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Float32Panels:
-    """float32 ``[p, I, 32]``."""
+class FloatPanels:
+    """float32 ``[p, I, 32]``, or bfloat16 ``[p, I / 2, 32, 2]``: pairs of inputs stand together."""
 
-    name: Literal["float32"] = "float32"
-    bits: float = 32.0
-    dtype: torch.dtype = torch.float32
+    name: Literal["float32", "bfloat16"]
+    bits: float
+    dtype: torch.dtype
+    together: int
+    """Inputs that stand together."""
 
     def group(self, inputs: int) -> int:
         """See ``PackedForm``."""
@@ -47,117 +47,73 @@ class Float32Panels:
 
     def shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
         """See ``PackedForm``."""
-        return -(-outputs // PANEL), inputs, PANEL
+        pairs = (self.together,) if self.together > 1 else ()
+        return -(-outputs // PANEL), inputs // self.together, PANEL, *pairs
 
     def pack(self, weight_OI: Tensor) -> PackedMatrix:
         """See ``PackedForm``."""
         outputs, inputs = weight_OI.shape
-        values = _padded(weight_OI).float().view(-1, PANEL, inputs).mT.contiguous()
+        rows = _padded(weight_OI).to(self.dtype).view(-1, PANEL, inputs // self.together, self.together)
+        values = rows.transpose(1, 2).contiguous().view(self.shape(outputs, inputs))
         return PackedMatrix(self.name, outputs, inputs, 0, values, None)
 
     def unpack(self, packed: PackedMatrix) -> Tensor:
         """See ``PackedForm``."""
-        return packed.values.mT.reshape(-1, packed.inputs)[: packed.outputs]
+        values = packed.values.float().view(*packed.values.shape[:3], self.together)
+        return values.transpose(1, 2).reshape(-1, packed.inputs)[: packed.outputs]
+
+
+FLOAT32 = FloatPanels("float32", 32.0, torch.float32, 1)
+BFLOAT16 = FloatPanels("bfloat16", 16.0, torch.bfloat16, 2)
 
 
 @dataclass(frozen=True, slots=True)
-class Bfloat16Panels:
-    """bfloat16 ``[p, I / 2, 32, 2]``: pairs of inputs stand together."""
+class CodePanels:
+    """Codes, uint8 ``[p, I * width / 32, 2, 64]``, with a bfloat16 scale for a group of inputs.
 
-    name: Literal["bfloat16"] = "bfloat16"
-    bits: float = 16.0
-    dtype: torch.dtype = torch.bfloat16
-
-    def group(self, inputs: int) -> int:
-        """See ``PackedForm``."""
-        del inputs
-        return 0
-
-    def shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
-        """See ``PackedForm``."""
-        return -(-outputs // PANEL), inputs // 2, PANEL, 2
-
-    def pack(self, weight_OI: Tensor) -> PackedMatrix:
-        """See ``PackedForm``."""
-        outputs, inputs = weight_OI.shape
-        pairs = _padded(weight_OI).bfloat16().view(-1, PANEL, inputs // 2, 2).transpose(1, 2).contiguous()
-        return PackedMatrix(self.name, outputs, inputs, 0, pairs, None)
-
-    def unpack(self, packed: PackedMatrix) -> Tensor:
-        """See ``PackedForm``."""
-        return packed.values.float().transpose(1, 2).reshape(-1, packed.inputs)[: packed.outputs]
-
-
-@dataclass(frozen=True, slots=True)
-class Int8Panels:
-    """Codes of 8 bits, sign and magnitude, uint8 ``[p, I / 4, 2, 64]``, with a bfloat16 scale for a
-    group of inputs: the largest absolute value over 127."""
-
-    name: Literal["int8"] = "int8"
-    bits: float = 8.25
-    dtype: torch.dtype = torch.uint8
-
-    def group(self, inputs: int) -> int:
-        """See ``PackedForm``."""
-        return next((group for group in (64, 32, 16, 8) if inputs % group == 0), 0)
-
-    def shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
-        """See ``PackedForm``."""
-        return -(-outputs // PANEL), inputs // 4, 2, 64
-
-    def pack(self, weight_OI: Tensor) -> PackedMatrix:
-        """See ``PackedForm``."""
-        outputs, inputs = weight_OI.shape
-        group = self.group(inputs)
-        values_OgG = _padded(weight_OI).float().view(-1, inputs // group, group)
-        scales_Og = (values_OgG.abs().amax(-1) / 127).bfloat16()
-        codes = _codes(values_OgG, scales_Og, -127, 127)
-        laid = _lay((codes.abs() | ((codes < 0) << 7)).view(-1, PANEL, inputs))
-        return PackedMatrix(self.name, outputs, inputs, group, laid.to(torch.uint8), _panels(scales_Og))
-
-    def unpack(self, packed: PackedMatrix) -> Tensor:
-        """See ``PackedForm``."""
-        codes = _read(packed.values.long(), packed.inputs)
-        return _scaled(torch.where(codes >= 128, 128 - codes, codes), packed)
-
-
-@dataclass(frozen=True, slots=True)
-class Int4Panels:
-    """Codes of 4 bits, uint8 ``[p, I / 8, 2, 64]``, with a bfloat16 scale for a group of inputs.
-
-    The scale makes the largest value -8, or is one of ``SMALLER_SCALES`` of that: the first with
-    the least squared error.
+    Codes of 8 bits are sign and magnitude, and the scale is the largest absolute value over 127.
+    The scale of 4 bits makes the largest value -8, or is one of ``SMALLER_SCALES`` of that: the
+    first with the least squared error.
     """
 
-    name: Literal["int4"] = "int4"
-    bits: float = 4.5
+    name: Literal["int4", "int8"]
+    width: int
+    """Bits of a code."""
+    bits: float
+    least: int
+    most: int
+    groups: tuple[int, ...]
+    """Sizes of groups; the first one that fits counts."""
     dtype: torch.dtype = torch.uint8
 
     def group(self, inputs: int) -> int:
         """See ``PackedForm``."""
-        return next((group for group in (32, 16, 8) if inputs % group == 0), 0)
+        return next((group for group in self.groups if inputs % group == 0), 0)
 
     def shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
         """See ``PackedForm``."""
-        return -(-outputs // PANEL), inputs // 8, 2, 64
+        return -(-outputs // PANEL), inputs * self.width // 32, 2, 64
 
     def pack(self, weight_OI: Tensor) -> PackedMatrix:
         """See ``PackedForm``."""
         outputs, inputs = weight_OI.shape
         group = self.group(inputs)
         values_OgG = _padded(weight_OI).float().view(-1, inputs // group, group)
-        scales_Og = _int4_scales(values_OgG)
-        codes = _codes(values_OgG, scales_Og, -8, 7).view(-1, 2, 16, inputs // 8, 8)
-        words = ((codes + 8) << INT4_BITS).sum(-1).transpose(2, 3).transpose(1, 2)
-        laid = torch.stack([words >> bit & 255 for bit in (0, 8, 16, 24)], -1).flatten(3)
-        return PackedMatrix(self.name, outputs, inputs, group, laid.to(torch.uint8), _panels(scales_Og))
+        int8_Og = (values_OgG.abs().amax(-1) / 127).bfloat16()
+        scales_Og = int8_Og if self.width == 8 else _int4_scales(values_OgG)
+        codes = _codes(values_OgG, scales_Og, self.least, self.most).view(-1, PANEL, inputs)
+        return PackedMatrix(
+            self.name, outputs, inputs, group, _lay(codes.to(torch.int8), self.width), _panels(scales_Og)
+        )
 
     def unpack(self, packed: PackedMatrix) -> Tensor:
         """See ``PackedForm``."""
-        laid = packed.values.long()
-        words = (laid.view(len(laid), -1, 2, 16, 4) << torch.tensor([0, 8, 16, 24])).sum(-1)
-        codes = words.permute(0, 2, 3, 1).unsqueeze(-1) >> INT4_BITS & 15
-        return _scaled(codes.reshape(len(laid), PANEL, packed.inputs) - 8, packed)
+        codes_OI, scales_Og = codes_of(packed)
+        return codes_OI.float() * scales_Og.float().repeat_interleave(packed.group, -1)
+
+
+INT8 = CodePanels("int8", 8, 8.25, -127, 127, (64, 32, 16, 8))
+INT4 = CodePanels("int4", 4, 4.5, -8, 7, (32, 16, 8))
 
 
 def pack_codes(parts: Sequence[CodeRows]) -> PackedMatrix | None:
@@ -169,30 +125,17 @@ def pack_codes(parts: Sequence[CodeRows]) -> PackedMatrix | None:
     if any(part.codes_RI.is_floating_point() or part.codes_RI.dtype == torch.uint8 for part in parts):
         return None
     bits, inputs = parts[0].bits, parts[0].codes_RI.shape[1]
-    form = Int4Panels() if bits == 4 else Int8Panels()
+    form = INT4 if bits == 4 else INT8
     group = math.gcd(form.group(inputs), *(part.group for part in parts))
-    least, most = (-8, 7) if bits == 4 else (-127, 127)
-    if bits not in (4, 8) or group < 8 or any(part.bits != bits or not part.fits(least, most) for part in parts):
+    fits = all(part.bits == form.width and part.fits(form.least, form.most) for part in parts)
+    if group < 8 or not fits:
         return None
     scales = torch.cat([_spread(part.scales_Rg, part.group // group) for part in parts])
     codes = torch.cat([part.codes_RI for part in parts]).to(torch.int8)
     narrow = scales.bfloat16()
     if not torch.equal(narrow.float(), scales.float()):
         return None
-    padded = _padded(codes).view(-1, PANEL, inputs)
-    if bits == 8:
-        # Pairs of codes are moved as one number: the order of ``_lay``.
-        pairs = (padded.abs() | (padded < 0).to(torch.int8) << 7).view(torch.int16)
-        moved = pairs.view(len(padded), 2, 4, 4, inputs // 4, 2).permute(0, 4, 1, 2, 5, 3).contiguous()
-        laid = moved.view(torch.uint8).view(len(padded), inputs // 4, 2, 64)
-    else:
-        unsigned = (padded + 8).view(torch.uint8)
-        words = (unsigned[..., 0::2] | unsigned[..., 1::2] << 4).view(torch.int32)
-        even, odd = words & 0x0F0F0F0F, words >> 4 & 0x0F0F0F0F
-        even, odd = ((one | one >> 4) & 0x00FF00FF for one in (even, odd))
-        even, odd = ((one | one >> 8) & 0xFFFF for one in (even, odd))
-        moved = (even | odd << 16).view(len(padded), 2, 16, inputs // 8).permute(0, 3, 1, 2).contiguous()
-        laid = moved.view(torch.uint8).view(len(padded), inputs // 8, 2, 64)
+    laid = _lay(_padded(codes).view(-1, PANEL, inputs), form.width)
     return PackedMatrix(form.name, len(codes), inputs, group, laid, _panels(_padded(narrow)))
 
 
@@ -244,18 +187,20 @@ def _panels(scales_Og: Tensor) -> Tensor:
     return scales_Og.view(-1, PANEL, scales_Og.shape[1]).mT.contiguous()
 
 
-def _scaled(codes_pOI: Tensor, packed: PackedMatrix) -> Tensor:
-    """Return the values ``[O, I]``: codes times scales."""
-    assert packed.scales is not None
-    scales = packed.scales.float().mT.repeat_interleave(packed.group, -1)
-    return (codes_pOI.float() * scales).view(-1, packed.inputs)[: packed.outputs]
-
-
-def _lay(codes_pOI: Tensor) -> Tensor:
-    """Return ``[p, I / 4, 2, 64]`` of codes ``[p, 32, I]``."""
+def _lay(codes_pOI: Tensor, width: int) -> Tensor:
+    """Return ``CodePanels.values`` of codes int8 ``[p, 32, I]``."""
     panels, _, inputs = codes_pOI.shape
-    words = codes_pOI.view(panels, 2, 16, inputs // 4, 2, 2).permute(0, 3, 1, 4, 2, 5)
-    return words.reshape(panels, inputs // 4, 2, 2, 4, 8).transpose(3, 4).reshape(panels, inputs // 4, 2, 64)
+    if width == 8:  # pairs of codes are moved as one number
+        pairs = (codes_pOI.abs() | (codes_pOI < 0).to(torch.int8) << 7).view(torch.int16)
+        moved = pairs.view(panels, 2, 4, 4, inputs // 4, 2).permute(0, 4, 1, 2, 5, 3)
+    else:
+        unsigned = (codes_pOI + 8).view(torch.uint8)
+        words = (unsigned[..., 0::2] | unsigned[..., 1::2] << 4).view(torch.int32)
+        even, odd = words & 0x0F0F0F0F, words >> 4 & 0x0F0F0F0F
+        even, odd = ((one | one >> 4) & 0x00FF00FF for one in (even, odd))
+        even, odd = ((one | one >> 8) & 0xFFFF for one in (even, odd))
+        moved = (even | odd << 16).view(panels, 2, 16, inputs // 8).permute(0, 3, 1, 2)
+    return moved.contiguous().view(torch.uint8).view(panels, inputs * width // 32, 2, 64)
 
 
 def _read(laid: Tensor, inputs: int) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from quire.base.errors import CheckpointError, some
+from quire.base.json_files import read_json
 from quire.contracts.weights import TensorHeader, WeightFormat
 
 SINGLE_FILE = "model.safetensors"
@@ -21,11 +21,7 @@ INDEX_FILE = "model.safetensors.index.json"
 def read_index(path: Path) -> dict[str, str]:
     """Return the index's map of tensor to file names; raise ``CheckpointError`` if malformed."""
     file = path / INDEX_FILE
-    try:
-        index = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file} cannot be read as JSON: {error}") from error
-    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    weight_map = read_json(file).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{file} has no weight_map; expected an object of tensor names and file names")
     for tensor, shard in weight_map.items():
@@ -115,16 +111,13 @@ class SafetensorsFiles:
             self._open = stack.pop_all()
 
     def close(self) -> None:
-        """See ``WeightSource``."""
         self._handles.clear()
         self._open.close()
 
     def format(self, name: str, usual: WeightFormat) -> WeightFormat:
-        """See ``WeightSource``."""
         return usual if self._formats is None else self._formats.format(name, usual, self.tensors)
 
     def read(self, name: str) -> Tensor:
-        """See ``WeightSource``."""
         header = self.tensors[name]
         try:
             tensor: Tensor = self._handles[header.file].get_tensor(name)
@@ -133,7 +126,6 @@ class SafetensorsFiles:
         return tensor
 
     def slices(self) -> dict[str, Any]:
-        """See ``WeightSource``."""
         return {name: self._handles[header.file].get_slice(name) for name, header in self.tensors.items()}
 
     def _add(self, file: Path, headers: Mapping[str, TensorHeader]) -> None:

@@ -78,7 +78,6 @@ class ScaledFloat8:
         return CodeRows(self.bits, group, codes_OI, scales_mg.repeat_interleave(height, 0)[:rows], name=name)
 
     def _read(self, name: str, stored: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the codes and the scales, which are floats."""
         codes_OI, scales = stored.values()
         if scales.dtype in (torch.uint8, torch.float8_e8m0fnu):
             scales = torch.exp2(scales.view(torch.uint8).float() - 127)

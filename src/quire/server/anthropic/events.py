@@ -135,7 +135,6 @@ def _said(event: Chunk) -> Iterator[Chunk]:
 
 
 def _block(item: Item, signature: str = SIGNATURE) -> dict[str, Any]:
-    """Return an item as a block."""
     if item["type"] == "function_call":
         return {"type": "tool_use", "id": item["call_id"], "name": item["name"], "input": _input(item["arguments"])}
     text = "".join(part["text"] for part in item["content"])

@@ -19,7 +19,7 @@ from quire.base.errors import NotDurable
 from quire.server.http.errors import ApiError, bad_field
 from quire.server.http.events import encode_json
 from quire.server.http.settings import ServerSettings
-from quire.server.sessions.kept_texts import KeptTexts
+from quire.server.sessions.keeper import KeptTexts
 from quire.sessions.durable import KeptSessions
 
 PREFIX = "chat-"

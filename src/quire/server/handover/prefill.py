@@ -102,8 +102,6 @@ class PrefillSide:
 
 
 class _Prompt:
-    """One prompt of a connection."""
-
     def __init__(self, side: PrefillSide, asked: AskedPrompt, inbox: Inbox, transfer: str) -> None:
         self._side, self._asked, self._inbox, self.transfer = side, asked, inbox, transfer
         self._seq: SeqId | None = None

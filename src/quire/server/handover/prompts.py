@@ -36,7 +36,6 @@ class AskedPrompt:
     """The fingerprint of the receiver's model."""
 
     def message(self) -> list[bytes | memoryview]:
-        """Return the parts of the message."""
         header = {name: getattr(self, name) for name in self.__slots__ if name != "tokens"}
         return packed({"kind": "prompt", "count": self.tokens.size, **header}, [torch.from_numpy(self.tokens)])
 

@@ -306,33 +306,24 @@ def validation_error(problems: Sequence[Mapping[str, Any]]) -> ApiError:
     """Return pydantic's ``errors()`` as one answer that names the first wrong field."""
     if not problems:
         return ApiError(400, "the request is invalid", code="invalid_argument")
-    first = problems[0]
-    # The part of the request, then the field's path, in which branches of unions are no fields.
-    parts = [str(part) for part in first.get("loc", ())]
-    where, fields = (parts[0], parts[1:]) if parts else ("body", [])
-    param = ".".join(part for part in fields if not _is_branch(part)) or None
+    first, *others = problems
+    where = str(next(iter(first.get("loc", ())), "body"))
+    fields = _fields(first)
+    param = _path(fields) or None
+    if param is None and where == "body":
+        message = "the body must be a JSON object, sent as Content-Type: application/json"
+        return ApiError(400, message, code="invalid_argument")
     message, kind = str(first.get("msg", "invalid")), first.get("type")
     if kind == "extra_forbidden":
         message = "there is no such field in this call"
     elif kind not in ("missing", "value_error", "assertion_error"):  # nothing was given; checks of our own say what
         message = f"{message}, got {_given(first.get('input'))}"
-    if first.get("type") == "json_invalid":
-        reason = (first.get("ctx") or {}).get("error", message)
-        return ApiError(400, f"the body is not valid JSON: {reason}", code="invalid_json")
-    if param is None and where == "body":
-        return ApiError(
-            400,
-            "the body must be a JSON object, sent as Content-Type: application/json",
-            code="invalid_argument",
-        )
-    others = problems[1:]
     if param is not None and any(_is_branch(part) for part in fields):
         # The members of a union: a value that no member takes has a problem with each.
         same = [one for one in others if _fields(one) and _fields(one)[0] == fields[0]]
         others = [one for one in others if one not in same]
         for one in same[:MOST_BRANCHES]:
-            path = ".".join(part for part in _fields(one) if not _is_branch(part))
-            message += f"; or {path}: {one.get('msg', 'invalid')}, got {_given(one.get('input'))}"
+            message += f"; or {_path(_fields(one))}: {one.get('msg', 'invalid')}, got {_given(one.get('input'))}"
     more = f" (and {len(others)} more)" if others else ""
     return ApiError(400, f"{param or where}: {message}{more}", param=param, code="invalid_argument")
 
@@ -340,6 +331,10 @@ def validation_error(problems: Sequence[Mapping[str, Any]]) -> ApiError:
 def _fields(problem: Mapping[str, Any]) -> list[str]:
     """Return the path of a problem within the body, with the members of unions in it."""
     return [str(part) for part in problem.get("loc", ())][1:]
+
+
+def _path(fields: Sequence[str]) -> str:
+    return ".".join(part for part in fields if not _is_branch(part))
 
 
 def _given(value: object) -> str:

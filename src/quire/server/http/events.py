@@ -40,8 +40,6 @@ class Closable(Protocol):
 
 
 class JsonAnswer(Response):
-    """A JSON object as a body."""
-
     media_type = "application/json"
 
     def render(self, content: Mapping[str, Any]) -> bytes:
@@ -110,7 +108,7 @@ class EventStream(Response):
         try:
             if state.get("only_head"):
                 await self._chunks.aclose()  # so that there is no chunk to wait for
-            sender = await _done_unless_gone(receive, self._send(send, state.get("request_id")))
+            sender = await done_unless_gone(receive, self._send(send, state.get("request_id")))
         finally:
             await self._chunks.aclose()
             for source in self._sources:
@@ -139,7 +137,6 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": self.written(chunk), "more_body": True})
 
     def written(self, chunk: Chunk) -> bytes:
-        """Return a chunk as it is sent."""
         return b"data: " + encode_json(chunk) + b"\n\n"
 
 
@@ -157,13 +154,13 @@ class NamedEventStream(EventStream):
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """Await ``work``. If the client goes away, cancel it and raise ``Cancelled``."""
-    task = await _done_unless_gone(request.receive, work)
+    task = await done_unless_gone(request.receive, work)
     if task is None:
         raise Cancelled("the client closed the connection")
     return task.result()
 
 
-async def _done_unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> asyncio.Task[T] | None:
+async def done_unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> asyncio.Task[T] | None:
     """Return the task of ``work`` once it is done; None if the client goes away before."""
 
     async def gone() -> None:

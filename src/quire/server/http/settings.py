@@ -159,19 +159,15 @@ class ServerSettings:
         if self.tool_call_parser is not None and self.tool_call_parser not in PARSERS:
             allowed = f"one of {', '.join(PARSERS)}"
             raise InvalidArgument(field="tool_call_parser", given=self.tool_call_parser, allowed=allowed)
-        endpoint = self.otlp_endpoint
-        if endpoint is not None and not (isinstance(endpoint, str) and _ENDPOINT.fullmatch(endpoint)):
-            raise InvalidArgument(
-                field="otlp_endpoint", given=endpoint, allowed="like http://host:port or https://host/path"
-            )
-        for origin in self.allowed_origin:
-            if not isinstance(origin, str) or not _ORIGIN.fullmatch(origin):
-                raise InvalidArgument(field="allowed_origin", given=origin, allowed="* or like https://host:port")
-        for host in self.allowed_host:
-            if not isinstance(host, str) or not _HOST.fullmatch(host):
-                raise InvalidArgument(
-                    field="allowed_host", given=host, allowed="* or a name without scheme and port, like quire.example"
-                )
+        endpoints = () if self.otlp_endpoint is None else (self.otlp_endpoint,)
+        for name, texts, form, allowed in (
+            ("otlp_endpoint", endpoints, _ENDPOINT, "like http://host:port or https://host/path"),
+            ("allowed_origin", self.allowed_origin, _ORIGIN, "* or like https://host:port"),
+            ("allowed_host", self.allowed_host, _HOST, "* or a name without scheme and port, like quire.example"),
+        ):
+            for text in texts:
+                if not isinstance(text, str) or not form.fullmatch(text):
+                    raise InvalidArgument(field=name, given=text, allowed=allowed)
         object.__setattr__(self, "allowed_host", tuple(host.lower() for host in self.allowed_host))
         for folder in self.adapter_dir:
             if not isinstance(folder, (str, Path)) or not os.path.isdir(folder):

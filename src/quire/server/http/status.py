@@ -171,7 +171,6 @@ async def model_cards(context: Context) -> list[ModelCard]:
 
 
 def adapter_card(context: Context, info: AdapterInfo) -> ModelCard:
-    """Return an adapter as a model."""
     return _card(context, info.name, info.path, parent=context.model_name)
 
 

@@ -108,7 +108,6 @@ def chat_of(context: Context, body: ChatBody) -> ChatRequest:
 
 
 def chat_of_prompt(context: Context, body: GenerateBody) -> ChatRequest:
-    """Return the chat request of a prompt."""
     _refuse(body)
     system = [{"role": "system", "content": body.system}] if body.system else []
     messages = [*system, {"role": "user", "content": body.prompt}]

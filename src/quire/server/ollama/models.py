@@ -37,7 +37,6 @@ async def listed(context: Context) -> list[dict[str, Any]]:
 
 
 def described(context: Context, name: str) -> dict[str, Any]:
-    """Describe a model."""
     kind = str(context.llm.model.config.get("model_type") or "unknown")
     template = template_of(context)
     info = {
@@ -74,7 +73,6 @@ def capabilities(context: Context) -> list[str]:
 
 
 def template_of(context: Context) -> str | None:
-    """Return the chat template; None if there is none."""
     tokenizer = context.llm.tokenizer
     if tokenizer is None:
         return None

@@ -75,8 +75,6 @@ async def answer_chat(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Asked:
-    """A checked request."""
-
     context: Context
     body: ChatRequest
     """The body, whose messages have neither marks nor segments."""
@@ -94,7 +92,6 @@ class _Asked:
 
 
 async def _read(request: Request, body: ChatRequest) -> _Asked:
-    """Return the checked request. Raise ``ApiError``."""
     context = context_of(request)
     refuse_unsupported(body)
     check_variables(body.chat_template_kwargs)
@@ -248,7 +245,7 @@ async def _of_prompt(request: Request, body: ChatRequest, function: Callable[[Sp
 
     def run() -> T:
         with naming({}, "messages"):
-            return function(chat.texts, chat.prompt(chat.messages, chat.tools))
+            return function(chat.writer.texts, chat.prompt(chat.messages, chat.tools))
 
     return await in_texts(asked.context, request, len(await request.body()), run)
 
@@ -308,16 +305,16 @@ def _rendered(
         parts: Sequence[Segment | str] = [text]
         unplaced: tuple[str, ...] = ()
         if asked.blend is not None:
-            _, texts = without_segments(chat.texts.messages(asked.segmented))
+            _, texts = without_segments(chat.writer.texts.messages(asked.segmented))
             parts, unplaced = cut_at_segments(text, chat.messages, texts, partial(chat.prompt, tools=chat.tools))
 
         def encode(count: int) -> EncodedPrompt:
-            return EncodedPrompt.of(first_of(parts, count), chat.texts.encode_part)
+            return EncodedPrompt.of(first_of(parts, count), chat.writer.texts.encode_part)
 
         prompt = encode(len(text))
         for mark in asked.marks:
             pin_at(asked.hints, mark, chat, (text, prompt.ids), lambda count: encode(count).ids)
-        return prompt, unplaced, *_reading(asked, chat.template, text)
+        return prompt, unplaced, *_reading(asked, chat.writer.template, text)
 
 
 def _reading(asked: _Asked, template: str, prompt: str | None) -> tuple[MessageFormat, SamplingParams]:

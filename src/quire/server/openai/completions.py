@@ -136,7 +136,6 @@ def _prompts(prompt: Any) -> list[Sequence[Part]]:
 
 
 def _part(part: Any, where: str) -> Part:
-    """Return a piece of a prompt."""
     given: dict[str, Any] = part if isinstance(part, dict) else {}
     content: Any = given.get("text", given.get("tokens"))
     name, marked = "text" if isinstance(content, str) else "tokens", given.get("segment", False)

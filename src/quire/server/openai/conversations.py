@@ -15,9 +15,7 @@ from quire.server.openai.protocol import ChatRequest, Reasoning
 from quire.server.tools.harmony import is_harmony
 from quire.server.tools.reasoning import reasoning_for
 from quire.sessions.chat_turns import next_turn_ids
-from quire.text.chat_rendering import render_chat
-from quire.text.long_texts import TextLimit
-from quire.text.spelled_tokens import SpelledTokens
+from quire.text.chat_prompts import ChatPrompt
 from quire.text.template_programs import variables_of
 from quire.text.tokenizer import Tokenizer
 
@@ -46,17 +44,14 @@ T = TypeVar("T")
 class Conversation:
     """The messages of a request, and what else its template gets."""
 
-    tokenizer: Tokenizer
-    texts: SpelledTokens
-    template: str
+    writer: ChatPrompt
+    """What writes its texts, and tokenises them."""
     messages: Messages
     tools: Tools
-    variables: Mapping[str, Any]
-    text_limit: TextLimit | None
     allowed: Collection[str] | None = None
     """Names of the tools that the template sees; None: all."""
     begun: str | None = None
-    """The beginning of the answer, in ``texts``' form, which the model is to go on with."""
+    """The beginning of the answer, in ``writer``'s form, which the model is to go on with."""
     asks: bool = True
     """Whether the prompt ends where the model is to answer."""
 
@@ -72,50 +67,32 @@ class Conversation:
     ) -> Conversation:
         """Return the conversation of a body. Raise ``ApiError`` 400 for fields that a template does
         not read."""
-        variables = {**tokenizer.special_tokens, **request_variables(body, template)}
-        texts = SpelledTokens(tokenizer, template, body.messages, tools, variables)
+        variables, limit = request_variables(body, template), context.llm.engine.checks.text_limit
+        writer = ChatPrompt(tokenizer, body.messages, tools, variables, template=template, text_limit=limit)
         messages, begun = list(body.messages), None
         if body.continue_final_message:
             if is_harmony(template, context.settings.tool_call_parser):
                 raise bad_field(
                     "continue_final_message", "this model writes answers in channels, which have no beginning"
                 )
-            begun = texts.of_role("assistant", _begun(messages.pop()))
+            begun = writer.texts.of_role("assistant", _begun(messages.pop()))
             if not messages:
                 raise bad_field("messages", "continue_final_message needs a message before the one that goes on")
-        return cls(
-            tokenizer=tokenizer,
-            texts=texts,
-            template=template,
-            messages=messages,
-            begun=begun,
-            asks=begun is not None or body.add_generation_prompt is not False,
-            tools=tools,
-            variables=variables,
-            text_limit=context.llm.engine.checks.text_limit,
-            allowed=allowed,
-        )
+        asks = begun is not None or body.add_generation_prompt is not False
+        return cls(writer=writer, messages=messages, tools=tools, allowed=allowed, begun=begun, asks=asks)
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], tools: Tools) -> str:
-        """Return the text of a prompt, for ``texts`` to tokenise."""
+        """Return the text of a prompt, for ``writer`` to tokenise."""
         return self.render(messages, tools, asks=self.asks)
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Tools, *, asks: bool) -> str:
-        """Return the text of messages, for ``texts`` to tokenise. ``asks``: it ends where the model
-        is to answer."""
+        """Return the text of messages. ``asks``: it ends where the model is to answer."""
         if tools is not None and self.allowed is not None:
             tools = [tool for tool in tools if tool["function"]["name"] in self.allowed]
-        text = render_chat(
-            self.template,
-            self.texts.messages(messages),
-            add_generation_prompt=asks,
-            tools=self.texts.value(tools),
-            text_limit=self.text_limit,
-            **self.texts.variables(self.variables),
-        )
+        text = self.writer.render(messages, tools, asks=asks)
         if self.begun is None or not asks:
             return text
-        reasoning = reasoning_for(self.template)
+        reasoning = reasoning_for(self.writer.template)
         # What was said stands behind the thoughts that the template opens.
         closed = reasoning is not None and reasoning.opened_by(text)
         return f"{text}{reasoning.closer if closed and reasoning is not None else ''}{self.begun}"
@@ -123,7 +100,7 @@ class Conversation:
     def next_turn(self, answer: Mapping[str, Any]) -> NDArray[np.int64]:
         """Return the tokens with which the prompt after this answer begins."""
         return next_turn_ids(
-            lambda messages: self.render(messages, self.tools, asks=False), [*self.messages, answer], self.texts
+            lambda messages: self.render(messages, self.tools, asks=False), [*self.messages, answer], self.writer.texts
         )
 
 

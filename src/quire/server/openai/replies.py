@@ -321,7 +321,6 @@ def timings_of(output: RequestOutput, tokens: int, *, cached: int, began: float)
 
 
 def progress_of(progress: PromptProgress, *, began: float) -> dict[str, Any]:
-    """Return ``prompt_progress``."""
     elapsed = round(1000 * (time.monotonic() - began))
     return {"total": progress.total, "cache": progress.cached, "processed": progress.done, "time_ms": elapsed}
 

@@ -48,7 +48,6 @@ class OutputItems:
         self._events = 0
 
     def event(self, kind: str, **fields: Any) -> Chunk:
-        """Return the next event."""
         self._events += 1
         return {"type": f"response.{kind}", **fields, "sequence_number": self._events - 1}
 
@@ -92,7 +91,6 @@ class OutputItems:
 
     @property
     def reasoning(self) -> str:
-        """Return the text of the reasoning."""
         return "".join(part["text"] for item in self.items if item["type"] == "reasoning" for part in item["content"])
 
     @property
@@ -145,8 +143,6 @@ def _copied(item: Item) -> Item:
 
 
 class ResponseReply(ChatReply):
-    """A response object, or the events of one."""
-
     stream_class = NamedEventStream
 
     def __init__(

@@ -20,7 +20,7 @@ from quire.server.http.errors import ApiError
 from quire.server.http.events import encode_json
 from quire.server.http.settings import ServerSettings
 from quire.server.responses.items import Item
-from quire.server.sessions.kept_texts import KeptTexts
+from quire.server.sessions.keeper import KeptTexts
 from quire.sessions.durable import KeptSessions
 
 PREFIX = "resp_"
@@ -31,8 +31,6 @@ _KEPT = "response-"
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A response with its conversation."""
-
     body: dict[str, Any]
     """What ``GET /v1/responses/{id}`` answers."""
     items: list[Item]

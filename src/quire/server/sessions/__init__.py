@@ -1,4 +1,3 @@
 """Sessions over HTTP: ``routes`` over ``bodies``; ``held``: owners and lifetimes; ``streams``,
-``batches``: generations; ``files``: state files; ``keeper``, ``kept_texts``: what is there after a
-restart.
+``batches``: generations; ``files``: state files; ``keeper``: what is there after a restart.
 """

@@ -39,7 +39,6 @@ class TemporaryFile:
         self._size = size
 
     async def aclose(self) -> None:
-        """Remove the file."""
         try:
             await asyncio.shield(asyncio.to_thread(self._folder.remove))
         finally:

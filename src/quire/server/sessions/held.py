@@ -39,8 +39,6 @@ SETTLE_SECONDS = 5.0
 
 @dataclass(slots=True, eq=False)
 class HeldSession:
-    """One session of a client."""
-
     id: str
     owner: str
     session: AsyncSession
@@ -442,5 +440,4 @@ class StoredBytes:
 
     @property
     def total(self) -> int:
-        """Bytes of all files."""
         return self._held.total()

@@ -74,7 +74,6 @@ def _row(reader: Reader, names: Collection[str] | None) -> Steps[None]:
 
 
 def _call(reader: Reader, names: Collection[str] | None) -> Steps[None]:
-    """Read an object that describes a call."""
     name: str | None = None
     arguments: str | None = None
     begun = False

@@ -144,7 +144,6 @@ def _special_tokens(context: Context) -> Callable[[str], int | None]:
 
 
 def calls_or_answer_form(context: Context, tools: ToolChoice, answer: StructuredOutputs) -> StructuredOutputs:
-    """Return the form of texts that are calls or an answer."""
     tokenizer, named = context.llm.tokenizer, context.settings.tool_call_parser
     assert tokenizer is not None  # checked before
     with naming({}, "messages"):

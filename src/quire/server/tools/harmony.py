@@ -231,7 +231,6 @@ class HarmonyReader(MessageParser):
             self._num_calls += 1
 
     def _write(self, text: str) -> None:
-        """Add text to the message."""
         if not text:
             return
         kind = self._message.kind

@@ -26,7 +26,6 @@ _OCTAL = re.compile(r"\\[0-7]{1,3}")
 
 
 def quoted(text: str) -> str:
-    """Return a JSON string."""
     return json.dumps(text, ensure_ascii=False)
 
 

@@ -297,7 +297,6 @@ class Reader:
         return "".join(taken)
 
     def json(self) -> Steps[str]:
-        """Return a JSON value as it is written."""
         taken: list[str] = []
         yield from self.value(taken.append)
         return "".join(taken)
