@@ -5,7 +5,7 @@ into the caches. The bytes and operations of a product are also given as shares 
 bandwidth and of the GEMM peak, measured in the same run.
 
 ``python bench/linear.py [--shapes 3072x576,8192x2048] [--rows 1,4,16,512] [--dtypes
-bfloat16,float32] [--rounds 5] [--small]``
+bfloat16,float32] [--blocks Q4_K,Q8_0] [--rounds 5] [--small]``
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from quire.base.errors import QuireError, Unsupported
-from quire.contracts.linear import WeightForm
+from quire.contracts.linear import BlockRows, WeightForm
 from quire.kernels.linear.cpu_linear import FORMS, native_linear
 from quire.kernels.native_library import native_problem
+from quire.weights.block_panels import KINDS
+from quire.weights.gguf_blocks import HEADS, SIZES
 from quire_bench.hardware import measure, packs
 from quire_bench.reports import interleave, print_json, print_table
 
@@ -38,8 +40,18 @@ def each(product: Product, maps: Sequence[Any]) -> None:
         product(one)
 
 
-def candidates(weights: list[Tensor], x_TI: Tensor) -> tuple[dict[str, Callable[[], None]], dict[str, int]]:
-    """Return functions that run all maps, and the bytes of weights that they read, by name."""
+def random_blocks(kind: str, outputs: int, inputs: int) -> BlockRows:
+    """Return rows in blocks of any codes, whose scales are finite."""
+    numbers, size = SIZES[kind]
+    rows_RB = torch.randint(16, 60, (outputs, inputs // numbers * size), dtype=torch.uint8)
+    return BlockRows(kind, kind, rows_RB)
+
+
+def candidates(
+    weights: list[Tensor], x_TI: Tensor, blocks: Sequence[str]
+) -> tuple[dict[str, Callable[[], None]], dict[str, int]]:
+    """Return functions that run all maps, and the bytes of weights that they read, by name.
+    ``blocks``: formats of GGUF files, which are left out where rows are no whole blocks."""
     kernel = native_linear()
     if kernel is None:
         raise Unsupported(native_problem())
@@ -58,6 +70,15 @@ def candidates(weights: list[Tensor], x_TI: Tensor) -> tuple[dict[str, Callable[
         maps = [kernel.pack(weight, None, form) for weight in weights]
         runs[f"Quire, {form}"] = partial(each, lambda one: one(x_TI), maps)
         read[f"Quire, {form}"] = sum(one.weights.nbytes for one in maps)
+    outputs, inputs = weights[0].shape
+    for kind in blocks:
+        if inputs % SIZES[kind][0]:
+            continue
+        rows = [random_blocks(kind, outputs, inputs) for _ in weights]
+        packed = [kernel.pack_blocks([one], inputs, None, x_TI.dtype) for one in rows]
+        found = [one for one in packed if one is not None]
+        runs[f"Quire, {kind}"] = partial(each, lambda one: one(x_TI), found)
+        read[f"Quire, {kind}"] = sum(one.weights.nbytes for one in found)
     return runs, read
 
 
@@ -72,7 +93,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             weights = [torch.randn(outputs, inputs).mul_(inputs**-0.5).to(dtype) for _ in range(count)]
             for rows in arguments.rows:
                 x_TI = torch.randn(rows, inputs).to(dtype)
-                runs, read = candidates(weights, x_TI)
+                runs, read = candidates(weights, x_TI, arguments.blocks)
                 compared = interleave(runs, rounds=arguments.rounds)
                 for name in runs:
                     seconds = compared.spread(name).median
@@ -102,11 +123,21 @@ def numbers(text: str) -> list[int]:
     return [int(one) for one in text.split(",")]
 
 
+def kinds(text: str) -> list[str]:
+    found = [] if text == "none" else text.split(",")
+    if unknown := set(found) - (KINDS.keys() - HEADS.keys()):
+        raise argparse.ArgumentTypeError(
+            f"{sorted(unknown)} are no formats; expected {sorted(KINDS.keys() - HEADS.keys())}"
+        )
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", type=sizes, default=sizes("3072x576,576x1536,8192x2048"), help="outputs x inputs")
     parser.add_argument("--rows", type=numbers, default=[1, 4, 16, 512])
     parser.add_argument("--dtypes", type=lambda text: text.split(","), default=["bfloat16", "float32"])
+    parser.add_argument("--blocks", type=kinds, default=["Q4_K", "Q8_0"], help="formats of GGUF files, or none")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--small", action="store_true", help="few weights, that caches hold: a trial of the command")
     try:

@@ -576,11 +576,11 @@ class TestLinear:
     def test_runs_and_reports(self) -> None:
         if native_problem():
             pytest.skip(native_problem())
-        table, result = run_plain("linear", "--small", "--shapes", "40x64", "--rows", "1,13", "--dtypes", "float32")
-        assert "40 x 64, float32" in table
+        table, result = run_plain("linear", "--small", "--shapes", "40x256", "--rows", "1,13", "--dtypes", "float32")
+        assert "40 x 256, float32" in table
         lines = {(one["map"], one["rows"], one["product"]): one for one in result["lines"]}
-        for form in ("bfloat16", "int8", "int4"):
-            assert ("40 x 64, float32", 13, f"Quire, {form}") in lines
+        for form in ("bfloat16", "int8", "int4", "Q4_K", "Q8_0"):
+            assert ("40 x 256, float32", 13, f"Quire, {form}") in lines
 
 
 class TestMixers:

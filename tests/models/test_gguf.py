@@ -11,6 +11,7 @@ import shutil
 import struct
 import warnings
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,7 @@ from quire import LLM, SamplingParams
 from quire.base.errors import CheckpointError, NotFound, QuireError, ResourceExhausted, Unsupported
 from quire.base.progress import Bar
 from quire.build import layer_kernels
+from quire.kernels.linear.cpu_linear import native_linear
 from quire.kernels.native_library import native_problem
 from quire.models import loading
 from quire.models.catalogue import resolve_model
@@ -307,12 +309,39 @@ def test_text_status_and_fingerprint(mixed: TinyCheckpoint, mixed_file: Path, ca
 
 
 @pytest.mark.skipif(bool(native_problem()), reason=native_problem())
+def test_most_of_the_blocks_decide_the_dtype_where_bfloat16_is_slow(
+    mixed: TinyCheckpoint, mixed_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = Processor(machine="x86_64", bfloat16_instructions=False, onednn_bfloat16=False, onednn_float16=False)
+    monkeypatch.setattr(Processor, "here", classmethod(lambda cls: slow))
+    kernels = layer_kernels(torch.device("cpu"))
+
+    def chosen(path: Path, kinds: set[str], **options: Any) -> torch.dtype:
+        monkeypatch.setattr(kernels.linear, "bfloat16_kinds", frozenset(kinds))
+        return load_model(path, kernels=replace(kernels, **options)).dtype
+
+    formats = load_model(mixed_file, kernels=kernels).formats
+    most = max(formats, key=lambda kind: formats[kind])
+    assert 2 * formats[most] < sum(formats.values())
+    assert chosen(mixed_file, {most}) == torch.float32
+    assert chosen(mixed_file, {"Q4_0", *KINDS.values()}) == torch.bfloat16
+    assert chosen(mixed_file, {"Q4_0", *KINDS.values()}, quantization="int8") == torch.float32
+    assert chosen(mixed.path, {"Q4_0"}) == torch.float32
+    monkeypatch.undo()
+    linear = native_linear()
+    assert linear is not None
+    assert ({"Q4_K", "Q6_K", "Q8_0"} <= linear.bfloat16_kinds) == (linear.level == 1)  # AVX2
+    assert not linear.bfloat16_kinds & {"Q2_K", "F8_E4M3"}
+
+
+@pytest.mark.skipif(bool(native_problem()), reason=native_problem())
 def test_blocks_that_stay_as_they_are_take_no_more_where_bfloat16_is_slow(
     mixed: TinyCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     slow = Processor(machine="x86_64", bfloat16_instructions=False, onednn_bfloat16=False, onednn_float16=False)
     monkeypatch.setattr(Processor, "here", classmethod(lambda cls: slow))
     kernels = layer_kernels(torch.device("cpu"))
+    monkeypatch.setattr(kernels.linear, "bfloat16_kinds", frozenset())
     blocks = write_gguf(mixed.path, tmp_path / "model-Q8_0.gguf", "Q8_0")
     assert load_model(blocks, kernels=kernels).dtype == torch.float32
     halves = write_gguf(mixed.path, tmp_path / "model-BF16.gguf", "BF16")

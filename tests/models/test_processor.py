@@ -40,6 +40,8 @@ KINDS: dict[str, tuple[Processor, set[torch.dtype]]] = {
 def test_dtype_auto(cpu: Processor, fast: set[torch.dtype], stored: torch.dtype) -> None:
     assert resolve_dtype("auto", stored, torch.device("cpu"), cpu) == (stored if stored in fast else FLOAT32)
     assert resolve_dtype("auto", stored, torch.device("cuda"), cpu) == stored
+    blocks = resolve_dtype("auto", stored, torch.device("cpu"), cpu, in_blocks=True)
+    assert blocks == (stored if stored in fast else BFLOAT16)
     assert resolve_dtype("float16", stored, torch.device("cpu"), cpu) == FLOAT16
     assert resolve_dtype("half", stored, torch.device("cpu"), cpu) == FLOAT16
 

@@ -134,8 +134,8 @@ def _kernels() -> Finding:
     used = "" if linear is None else f", linear maps those for {LEVELS[linear.level]}"
     if linear is not None and linear.float_level != linear.level:
         used += f", of weights in bfloat16 and blocks those for {LEVELS[linear.float_level]}, which are faster here"
-    if linear is not None and LEVELS[linear.level] == "AVX2":
-        used += "; GGUF files of 4 to 6 bits decode up to twice as fast with dtype bfloat16"
+    if linear is not None and linear.bfloat16_kinds:
+        used += "; dtype auto is bfloat16 for GGUF files, which whole numbers multiply faster"
     threads = "" if library.parallel else ", on one thread: PyTorch has no OpenMP runtime with GOMP_parallel"
     text = f"built; models and adapters on the CPU use them{used}{threads}"
     return Finding("C++ kernels", text, bool(library.parallel), "Install a PyTorch that computes with OpenMP.")

@@ -130,6 +130,10 @@ class BlockKernel(Protocol):
     """A ``LinearKernel`` that also packs a matrix from several tensors, and multiplies blocks of
     some formats without expanding them."""
 
+    bfloat16_kinds: frozenset[str]
+    """Formats whose blocks it multiplies faster in bfloat16, though this CPU has no instructions
+    for products of bfloat16."""
+
     def pack_parts(self, parts: Sequence[Tensor], bias_O: Tensor | None) -> LinearMap | None:
         """Return the map of rows of one dtype that follow each other, in the smallest form that
         holds all values exactly; None if they cannot be one map without being copied first."""

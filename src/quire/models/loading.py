@@ -132,7 +132,7 @@ def load_model(
             tables = (expand(table, num_layers) for table in family.name_tables(config))
             every, places = places, divided(places, next(one for one in tables if one.keys() <= places.keys()), share)
         stored = checkpoint.dtype(places)
-        resolved = resolve_dtype(dtype, stored, device)
+        resolved = resolve_dtype(dtype, stored, device, in_blocks=_prefers_bfloat16(checkpoint, places, kernels))
         own, stages = None, None
         if ranges is not None:
             empty = cast(Trunk, family.build(config, _Placeholders(places, resolved, "cpu"), values))
@@ -300,20 +300,35 @@ def _check_tied(checkpoint: Checkpoint, family: Family, config: Any) -> None:
 
 
 def resolve_dtype(
-    requested: str, checkpoint_dtype: torch.dtype, device: torch.device, processor: Processor | None = None
+    requested: str,
+    checkpoint_dtype: torch.dtype,
+    device: torch.device,
+    processor: Processor | None = None,
+    *,
+    in_blocks: bool = False,
 ) -> torch.dtype:
     """Return the dtype to run in; raise ``InvalidArgument`` for an unknown name.
 
     A name is used as it is. "auto" means the checkpoint's dtype, but float32 on a CPU that would
     emulate it by conversions. bfloat16 is fast with AVX512-BF16 or AMX (on Arm: as oneDNN reports),
-    float16 with AVX512-FP16. ``processor`` None is this machine's CPU.
+    float16 with AVX512-FP16. ``processor`` None is this machine's CPU. ``in_blocks``: most weights
+    are in blocks that the CPU multiplies faster in bfloat16 than in float32.
     """
     _check_dtype_name(requested)
     if requested != "auto":
         return DTYPES[requested]
     if device.type == "cpu" and not (processor or Processor.here()).multiplies(checkpoint_dtype):
-        return torch.float32
+        return torch.bfloat16 if in_blocks else torch.float32
     return checkpoint_dtype
+
+
+def _prefers_bfloat16(checkpoint: Checkpoint, places: Mapping[str, Place], kernels: LayerKernels) -> bool:
+    """Return True if blocks that the kernel multiplies faster in bfloat16 are most of the bytes."""
+    if kernels.quantization is not None or not isinstance(kernels.linear, BlockKernel):
+        return False
+    formats = checkpoint.formats(places)
+    faster = sum(size for kind, size in formats.items() if kind in kernels.linear.bfloat16_kinds)
+    return 2 * faster > sum(formats.values())
 
 
 def _note_widened(stored: torch.dtype, dtype: torch.dtype, before: int, taken: int) -> None:

@@ -82,16 +82,16 @@ INLINE void sum_float_panels(const Linear& map, int64_t panel, const Sums& sums,
     }
 }
 
-// Q panels. ``digits``: the rows as whole numbers, for kinds that are multiplied so; or null.
+// Q panels. ``whole``: the rows as whole numbers, for kinds that are multiplied so; or null.
 template <int Q>
 INLINE void sum_block_panels(const Linear& map, int64_t panel, const Sums& sums, float* room, const char* x, int64_t stride,
-                             const DigitGroup* digits, int64_t rows) {
+                             const WholeRows* whole, int64_t rows) {
 #if REGISTER == 32
-    if (digits) {
+    if (whole) {
         for (int q = 0; q < Q; q++) {
             const int64_t kind = block_part(map, panel + q).kind;
-            if (has_digits(kind))
-                digit_panel(kind, panel_place(map, panel + q), map.inputs, sums.from(0, q), digits, rows);
+            if (is_whole(kind))
+                sum_whole_panel(kind, panel_place(map, panel + q), map.inputs, sums.from(0, q), *whole, rows);
             else
                 sum_float_panels<1>(map, panel + q, sums.from(0, q), room, x, stride, rows);
         }

@@ -81,6 +81,23 @@ INLINE Bits moved_byte(Bits words) {
     return {(Bits::Half)_mm256_shuffle_epi8((__m256i)words.low, places), (Bits::Half)_mm256_shuffle_epi8((__m256i)words.high, places)};
 }
 
+template <int UP, typename W>
+INLINE W shifted(W words) {
+    if constexpr (UP >= 0) return words << (uint32_t)UP;
+    return words >> (uint32_t)-UP;
+}
+
+// Codes of four bits and more as bytes, since an instruction makes four times as many of them as of words: inputs 0, 4, 1, 5 of an
+// output's eight, or (SECOND) 2, 6, 3, 7. ``above``: the words of high bits, of which DOWN belong to earlier inputs.
+template <int KIND, int SECOND, int DOWN = 0, typename W>
+INLINE W code_bytes(W words, W above) {
+    constexpr int HIGH = BLOCK_SHAPES[KIND].high, UP = 4 - HIGH * SECOND - DOWN;
+    constexpr uint32_t MASK = 0x00100010u * ((1 << HIGH) - 1);
+    W code = shifted<-4 * SECOND>(words) & 0x0f0f0f0fu;
+    if constexpr (HIGH > 0) code |= (shifted<UP>(above) & MASK) | (shifted<UP + 8 - 2 * HIGH>(above) & MASK << 8);
+    return code;
+}
+
 // table[byte] of 16 bytes.
 INLINE Bits looked_up_bytes(const int8_t* table, Bits bytes) {
     const __m256i found = _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i*)table));
@@ -153,18 +170,14 @@ struct Numbers {
         Bits first, second;
     };
 #if REGISTER == 32
-    // Codes of four bits and more are bytes first, since an instruction makes four times as many of them: inputs 0, 4, 1, 5 of an output
-    // and 2, 6, 3, 7. ``above``: the high bits.
     static constexpr bool ARE_BYTES = SHAPE.low == 4;
     static __attribute__((always_inline)) Codes codes(Bits words, Bits above) {
-        if constexpr (ARE_BYTES) return {bytes<0>(words, above), bytes<1>(words >> 4u, above)};
+        if constexpr (ARE_BYTES) return {bytes<0>(words, above), bytes<1>(words, above)};
         return {words, above};
     }
     template <int SECOND>
     static __attribute__((always_inline)) Bits bytes(Bits words, Bits above) {
-        constexpr uint32_t UP = 4 - SHAPE.high * SECOND, MASK = 0x00100010u * ((1 << SHAPE.high) - 1);
-        Bits code = words & 0x0f0f0f0fu;
-        if constexpr (SHAPE.high > 0) code |= (above << UP & MASK) | (above << (UP + 8 - 2 * SHAPE.high) & MASK << 8);
+        const Bits code = code_bytes<KIND, SECOND>(words, above);
         if constexpr (KIND >= IQ4_NL) return looked_up_bytes(byte_table<KIND>.of, code);
         return code;
     }

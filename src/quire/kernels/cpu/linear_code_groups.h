@@ -14,6 +14,8 @@ namespace {
 constexpr int64_t NEAR_INPUTS = 512;
 // Panels that follow each other meanwhile, so that these inputs of the rows stay in the second.
 constexpr int64_t NEAR_PANELS = 8;
+// Rows behind the last one whose totals a block of rows may read, without use.
+constexpr int64_t UNUSED_ROWS = 15;
 
 // -- pairs of a group of 32 inputs -------------------------------------------------------------------------------------
 
@@ -283,7 +285,7 @@ INLINE void run_codes(LinearCall& call, int64_t thread) {
         (shape.is_halved ? in_16 : in_32) |= shape.has_minima;
     }
     constexpr int64_t PAIRS_SIZE = NEAR_INPUTS / 2 * PANEL, LINES = NEAR_INPUTS / 16 * PANEL;
-    const int64_t sums = NEAR_PANELS * call.tile_rows * PANEL, wide = map.inputs, totals = call.tile_rows * map.inputs / 16;
+    const int64_t sums = NEAR_PANELS * call.tile_rows * PANEL, wide = map.inputs, totals = (call.tile_rows + UNUSED_ROWS) * map.inputs / 16;
     float* const place = room.of(PAIRS_SIZE + 2 * LINES + sums + wide + 2 * totals);
     if (!place) {
         call.failed = 1;

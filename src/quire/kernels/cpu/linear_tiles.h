@@ -330,7 +330,7 @@ INLINE int64_t part_of(int64_t inputs) {
     return ((inputs + count - 1) / count + 31) / 32 * 32;
 }
 
-struct DigitGroup;
+struct WholeRows;
 
 }  // namespace
 
@@ -341,9 +341,9 @@ namespace {
 // Q panels. X: what a product reads of x at once, floats or pairs as words. ODD_FIRST: of floats and codes, see ``run_items``.
 template <int Q, int FORM, typename X, bool ODD_FIRST>
 INLINE void sum_panels(const Linear& map, int64_t panel, const Sums& sums, float* room, const char* x, int64_t stride,
-                       const DigitGroup* digits, int64_t rows) {
+                       const WholeRows* whole, int64_t rows) {
     constexpr bool is_paired = !std::is_same<X, float>::value;
-    if constexpr (FORM == BLOCKS) return sum_block_panels<Q>(map, panel, sums, room + 2 * PANEL, x, stride, digits, rows);
+    if constexpr (FORM == BLOCKS) return sum_block_panels<Q>(map, panel, sums, room + 2 * PANEL, x, stride, whole, rows);
 #ifdef PAIRS
     if constexpr ((FORM == INT8 || FORM == INT4) && is_paired)
         if (rows <= FEW_ROWS) return code_tile_of<FEW_ROWS, Q, FORM>(rows, map, panel, sums, x, stride);
@@ -397,13 +397,13 @@ INLINE void sum_panels(const Linear& map, int64_t panel, const Sums& sums, float
 
 template <int Q, int FORM, typename X, typename T, bool ODD_FIRST>
 INLINE void run_panels(const LinearCall& call, int64_t panel, int64_t first, int64_t rows, const char* x, int64_t stride,
-                       const DigitGroup* digits, float* sums, float* room) {
+                       const WholeRows* whole, float* sums, float* room) {
     const Linear& map = *call.map;
     const int64_t apart = call.tile_rows * PANEL;
     Results results = {(char*)((T*)call.y + first * call.y_stride), call.y_stride * (int64_t)sizeof(T), sizeof(T) == sizeof(bfloat16), map.bias};
     const bool is_whole = (panel + Q) * PANEL <= map.outputs;
     sum_panels<Q, FORM, X, ODD_FIRST>(map, panel, {sums, apart, true, is_whole ? results.from(0, panel * PANEL) : Results{}}, room, x, stride,
-                                   digits, rows);
+                                   whole, rows);
     for (int q = 0; !is_whole && q < Q; q++) put_rows<T>(call, panel + q, first, rows, sums + q * apart);
 }
 
@@ -424,16 +424,17 @@ INLINE void run_items(LinearCall& call, int64_t thread) {
     float *sums = panels_room + (2 + 2 * WIDEST) * PANEL, *wider = sums + 2 * to_apart;
     const int64_t stride = is_widened ? map.inputs * sizeof(float) : call.x_stride * sizeof(T);
     const int64_t panels = (map.outputs + PANEL - 1) / PANEL;
-    const DigitGroup* digits = nullptr;
+    const WholeRows* whole = nullptr;
 #if REGISTER == 32
-    constexpr bool may_have_digits = FORM == BLOCKS && is_widened;
-    static thread_local Room digits_room;
-    DigitGroup* const digit_rows = may_have_digits && has_digits(map) ? (DigitGroup*)digits_room.of(call.tile_rows * map.inputs / 32 * (sizeof(DigitGroup) / 4)) : nullptr;
-    if (may_have_digits && has_digits(map) && !digit_rows) {
+    static thread_local Room whole_room;
+    const bool has_whole = FORM == BLOCKS && is_widened && has_whole_parts(map);
+    float* const place = has_whole ? whole_room.of(WholeRows::floats(call.tile_rows, map.inputs)) : nullptr;
+    if (has_whole && !place) {
         call.failed = 1;
         return;
     }
-    digits = digit_rows;
+    const WholeRows whole_rows(place, call.tile_rows, map.inputs);
+    if (has_whole) whole = &whole_rows;
 #endif
     Turn turn(call, thread);
     for (int64_t item, widened = -1; (item = turn.next()) >= 0;) {
@@ -444,7 +445,7 @@ INLINE void run_items(LinearCall& call, int64_t thread) {
             for (int64_t m = 0; m < rows; m++)
                 for (int64_t k = 0; k < map.inputs; k++) wider[m * map.inputs + (k ^ (int64_t)ODD_FIRST)] = wide_one(given + m * call.x_stride + k);
 #if REGISTER == 32
-            for (int64_t m = 0; digit_rows && m < rows; m++) read_digits(digit_rows + m * map.inputs / 32, wider + m * map.inputs, map.inputs);
+            if (whole) whole->read(wider, rows, map.inputs);
 #endif
             widened = first;
         }
@@ -454,8 +455,8 @@ INLINE void run_items(LinearCall& call, int64_t thread) {
         int64_t panel = units * part / call.parts * unit;
         const int64_t end = units * (part + 1) / call.parts * unit, stop = end < panels ? end : panels;
         if (in_twos<FORM>(rows))
-            for (; panel + 2 <= stop; panel += 2) run_panels<2, FORM, X, T, ODD_FIRST>(call, panel, first, rows, x, stride, digits, sums, panels_room);
-        for (; panel < stop; panel++) run_panels<1, FORM, X, T, ODD_FIRST>(call, panel, first, rows, x, stride, digits, sums, panels_room);
+            for (; panel + 2 <= stop; panel += 2) run_panels<2, FORM, X, T, ODD_FIRST>(call, panel, first, rows, x, stride, whole, sums, panels_room);
+        for (; panel < stop; panel++) run_panels<1, FORM, X, T, ODD_FIRST>(call, panel, first, rows, x, stride, whole, sums, panels_room);
         __atomic_fetch_add(&call.done, 1, __ATOMIC_RELEASE);
     }
 }

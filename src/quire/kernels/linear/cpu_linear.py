@@ -22,6 +22,7 @@ from quire.kernels.linear.packed_memory import PackedMemory, collapses
 from quire.kernels.native_library import NativeLibrary, native_library
 from quire.weights import packed as reference
 from quire.weights.block_panels import GROUP, KINDS, fits_panels
+from quire.weights.gguf_blocks import FLOAT8
 from quire.weights.mapped_pages import drop_pages
 from quire.weights.panels import pack_codes
 
@@ -34,6 +35,11 @@ FORMS: tuple[WeightForm, ...] = ("float32", "bfloat16", "int8", "int4")
 NUMBERS: tuple[WeightForm, ...] = (*FORMS, "blocks")
 """All forms, in the order of ``cpu/linear.h``."""
 DTYPES = (torch.float32, torch.bfloat16)
+AVX2 = 1
+"""Level whose products of blocks and bfloat16 rows are those of whole numbers
+(``cpu/linear_digits.h``)."""
+WHOLE_KINDS = frozenset(KINDS) - {"Q2_K", "Q3_K", FLOAT8}
+"""Formats of these blocks."""
 WIDE = 2
 """Level of products in float32 (AVX-512)."""
 TILES = 4
@@ -72,6 +78,8 @@ class NativeLinear:
         self.float_level: int = WIDE if slow else self.level
         """Of weights in bfloat16 and of blocks, if codes have another: it decides for any number of
         rows, so that a row's result does not depend on it."""
+        self.bfloat16_kinds = WHOLE_KINDS if self.level == AVX2 else frozenset[str]()
+        """See ``contracts.linear.BlockKernel``."""
         self._parallel = library.parallel
         arguments = (pointer, pointer, pointer, number, number, number)
         self._run = library.function("quire_linear", *arguments, result=ctypes.c_int)

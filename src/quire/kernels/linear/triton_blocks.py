@@ -32,6 +32,8 @@ class TritonBlocks:
     """``contracts.linear.BlockKernel``; weights that a file has as floats stay PyTorch's."""
 
     name = "Triton"
+    bfloat16_kinds: frozenset[str] = frozenset()
+    """See the contract: GPUs have instructions for products of bfloat16."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
