@@ -49,7 +49,7 @@ mutants: $(VENV)/.stamp-test  ## Plant faults in copies of the code; the tests m
 	$(BIN)/python -m tests.mutants
 
 mutants-cpp: $(VENV)/.stamp-test  ## Plant faults in the C++ kernels; the tests must find each of them
-	$(BIN)/python -m tests.mutants.native --objects build/mutants
+	$(BIN)/python -m tests.mutants.native_faults --objects build/mutants
 
 lint: $(VENV)/.stamp-test  ## ruff and mypy --strict
 	$(BIN)/ruff check .

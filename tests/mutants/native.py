@@ -1,4 +1,4 @@
-"""``python -m tests.mutants.native``: plants faults in the C++ kernels.
+"""Plants faults in the C++ kernels.
 
 All units are compiled once. For each fault one unit is compiled again, the one that shows it, and
 the library of the copy is linked anew.
@@ -44,11 +44,15 @@ class NativeMutant(Mutant):
 
 
 def flags(project: Path) -> list[str]:
-    """Return setup.py's with less optimisation, which takes a third of the time, but fused sums as there."""
+    """Return setup.py's with less optimisation, which takes a third of the time.
+
+    Sums are fused as there: PyTorch's are, to which tests compare them.
+    """
     found = re.search(r"extra_compile_args=(\[[^]]*\])", (project / "setup.py").read_text())
     if found is None:
         raise BrokenRun("setup.py has no extra_compile_args")
-    return [*("-O1" if flag == "-O3" else flag for flag in ast.literal_eval(found[1])), "-fexpensive-optimizations", "-fPIC"]
+    given = ["-O1" if flag == "-O3" else flag for flag in ast.literal_eval(found[1])]
+    return [*given, "-fexpensive-optimizations", "-fPIC"]
 
 
 class Builder:
@@ -125,9 +129,3 @@ def main(mutants: Sequence[Mutant], arguments: Sequence[str] | None = None, proj
             print(error, file=sys.stderr)
             return 2
         return harness.main(mutants, others, project, partial(NativeCopy, builder))
-
-
-if __name__ == "__main__":
-    from tests.mutants.native_faults import MUTANTS
-
-    sys.exit(main(MUTANTS))

@@ -1,12 +1,15 @@
-"""Faults in the C++ kernels (``python -m tests.mutants.native``)."""
+"""Faults in the C++ kernels (``python -m tests.mutants.native_faults``)."""
 
 from __future__ import annotations
 
-from tests.mutants.native import EMULATED, NativeMutant
+import sys
+
+from tests.mutants.native import EMULATED, NativeMutant, main
 
 PORTABLE, AVX2 = 0, 1
 ATTENTION = ("kernels/test_paged_attention.py::test_lengths", "kernels/test_paged_attention.py::test_random_plans")
 FEATURES = "kernels/test_paged_attention.py::test_each_feature_at_each_level"
+BLOCKS = "kernels/test_native_blocks.py::"
 MIXERS = ("kernels/test_native_mixers.py::test_equal_to_the_definition",)
 MODEL = "kernels/test_model_call.py::"
 PACKS = "kernels/test_native_linear.py::"
@@ -64,7 +67,8 @@ MUTANTS = (
         "the-last-split-forgotten",
         ("paged_attention_items.h", "paged_attention_portable.cpp", PORTABLE),
         ("s < batch.count[row]; s++", "s + 1 < batch.count[row]; s++"),
-        "kernels/test_paged_attention.py::test_lengths",
+        FEATURES,
+        "kernels/test_paged_attention.py::test_shared_pages_do_not_matter",
     ),
     fault(
         "sums-of-a-row-that-are-not-cleared",
@@ -227,7 +231,57 @@ MUTANTS = (
         "the-minimum's-upper-bits-from-the-scale",
         ("linear_pack_blocks.cpp", "linear_pack_blocks.cpp", PORTABLE),
         ("(from[4 + g] >> 2 & 48)", "(from[g] >> 2 & 48)"),
-        "kernels/test_native_blocks.py::test_panels_hold_the_values",
+        BLOCKS + "test_panels_hold_the_values",
+    ),
+    # Codes.
+    fault(
+        "whole-numbers-beyond-two-digits",
+        ("linear_digits.h", "linear_avx2.cpp", AVX2),
+        ("int32_t exponent = (largest + 66048) >> 23;", "int32_t exponent = largest >> 23;"),
+        BLOCKS + "test_whole_numbers_multiply_codes",
+    ),
+    fault(
+        "the-offset-of-half-a-group",
+        ("linear_digits.h", "linear_avx2.cpp", AVX2),
+        ("(digits.sums[HALF] + (IS_WHOLE ? digits.sums[1] : 0)) * Shape::OFFSET", "digits.sums[HALF] * Shape::OFFSET"),
+        BLOCKS + "test_whole_numbers_multiply_codes",
+    ),
+    fault(
+        "the-minimum-of-half-the-inputs",
+        ("linear_digits.h", "linear_avx2.cpp", AVX2),
+        ("x.sums[half] + (INPUTS == 32 ? x.sums[1] : 0)", "x.sums[half]"),
+        BLOCKS + "test_whole_numbers_multiply_codes",
+    ),
+    fault(
+        "the-scale-of-the-first-half",
+        ("linear_blocks.h", "linear_portable.cpp", PORTABLE),
+        ("scales + (SHAPE.is_halved ? half * PANEL : 0) + n * LANES", "scales + n * LANES"),
+        BLOCKS + "test_products_are_those_of_the_expanded_weights",
+    ),
+    fault(
+        "a-first-block-that-is-added",
+        ("linear_tiles.h", "linear_portable.cpp", PORTABLE),
+        ("const Sums to = {sums.to, sums.apart, k == 0,", "const Sums to = {sums.to, sums.apart, false,"),
+        PACKS + "test_products",
+    ),
+    fault(
+        "scales-of-the-first-panel-of-two",
+        ("linear_tiles.h", "linear_portable.cpp", PORTABLE),
+        ("map.scales + ((panel + q) * (map.inputs", "map.scales + (panel * (map.inputs"),
+        PACKS + "test_products",
+        PACKS + "test_rows_do_not_know_their_batch",
+    ),
+    fault(
+        "a-scale-for-each-32-inputs",
+        ("linear_code_groups.h", "linear_tiles_emulated.cpp", EMULATED),
+        ("wide(scales + group * 32 / shared * PANEL", "wide(scales + group * PANEL"),
+        PACKS + "test_products",
+    ),
+    fault(
+        "the-sum-of-the-other-half",
+        ("linear_code_groups.h", "linear_tiles_emulated.cpp", EMULATED),
+        ("/ 16 + 1] = total(second)", "/ 16 + 1] = total(first)"),
+        BLOCKS + "test_pairs_and_tiles_multiply_codes",
     ),
     # What is left.
     fault(
@@ -262,3 +316,6 @@ MUTANTS = (
         "ranks/test_ranks.py::test_a_rank_that_hangs_ends_a_sum",
     ),
 )
+
+if __name__ == "__main__":
+    sys.exit(main(MUTANTS))
