@@ -219,7 +219,7 @@ MUTANTS = (
         "the-last-of-an-odd-number-of-floats",
         ("linear_pack_body.h", "linear_pack_avx2.cpp", AVX2),
         ("for (; i < count; i++) rest |= loaded", "for (; i + 1 < count; i++) rest |= loaded"),
-        PACKS + "test_heads_are_packed_without_loss",
+        PACKS + "test_one_number_that_bfloat16_lacks_keeps_a_weight_in_float32",
     ),
     fault(
         "a-scale-of-the-largest-number-above-0",
