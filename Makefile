@@ -22,7 +22,7 @@ GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 # PyTorch for CPUs brings no Triton, whose kernels are tested by its interpreter; PyTorch for CUDA brings its own.
 TRITON := triton==3.6.0
 
-.PHONY: demo test test-all test-real test-clients mutants lint format bench gpu-test gpu-bench screenshots clean help
+.PHONY: demo test test-all test-real test-clients mutants mutants-cpp lint format bench gpu-test gpu-bench screenshots clean help
 
 help:  ## Say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -47,6 +47,9 @@ test-clients: $(VENV)/.stamp-test $(CLIENTS)/.stamp $(PROGRAMS)/node_modules/.st
 
 mutants: $(VENV)/.stamp-test  ## Plant faults in copies of the code; the tests must find each of them
 	$(BIN)/python -m tests.mutants
+
+mutants-cpp: $(VENV)/.stamp-test  ## Plant faults in the C++ kernels; the tests must find each of them
+	$(BIN)/python -m tests.mutants.native_faults --objects build/mutants
 
 lint: $(VENV)/.stamp-test  ## ruff and mypy --strict
 	$(BIN)/ruff check .

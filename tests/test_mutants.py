@@ -6,11 +6,17 @@ from __future__ import annotations
 
 import ast
 import itertools
+import re
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from tests.mutants import native
 from tests.mutants.faults import MUTANTS
 from tests.mutants.harness import ROOT, BrokenRun, Harness, Mutant, main
+from tests.mutants.native import EMULATED, NativeMutant
+from tests.mutants.native_faults import MUTANTS as NATIVE
 from tests.sources import forget_sources, text_of  # noqa: F401
 
 CODE = '''def double(x: int) -> int:
@@ -35,11 +41,12 @@ def test_count() -> None:
 """
 
 
-def test_there_are_enough_of_different_names() -> None:
-    names = [mutant.name for mutant in MUTANTS]
+@pytest.mark.parametrize("mutants", [MUTANTS, NATIVE], ids=["Python", "C++"])
+def test_there_are_enough_of_different_names(mutants: Sequence[Mutant]) -> None:
+    names = [mutant.name for mutant in mutants]
     assert len(names) >= 15
     assert len(set(names)) == len(names)
-    assert len({(mutant.file, mutant.old, mutant.new) for mutant in MUTANTS}) == len(MUTANTS)
+    assert len({(mutant.file, mutant.old, mutant.new) for mutant in mutants}) == len(mutants)
 
 
 def changes_code(text: str, body: list[ast.stmt], mutant: Mutant) -> bool:
@@ -74,10 +81,37 @@ def test_each_changes_the_code_in_one_place() -> None:
     assert found == []
 
 
+def files_of(unit: Path) -> set[Path]:
+    """A unit and the headers beside it that it is made of."""
+    found, waiting = set[Path](), [unit]
+    while waiting:
+        if (one := waiting.pop()) not in found:
+            found.add(one)
+            waiting += [
+                unit.parent / name for name in re.findall(r'^#include "([^"]+)"', one.read_text(), re.MULTILINE)
+            ]
+    return found
+
+
+def test_each_changes_the_kernels_in_one_place() -> None:
+    found = []
+    for mutant in NATIVE:
+        path = ROOT / "src/quire" / mutant.file
+        text = path.read_text()
+        if text.count(mutant.old) != 1:
+            found.append(f"{mutant.name}: its old text occurs {text.count(mutant.old)} times in {mutant.file}")
+        elif re.sub("//.*", "", text).split() == re.sub("//.*", "", mutant.applied(text)).split():
+            found.append(f"{mutant.name}: only a comment or the layout differs")
+        if path not in files_of(path.parent / mutant.unit):
+            found.append(f"{mutant.name}: {mutant.unit} is not made of {mutant.file}")
+    assert found == []
+
+
 def test_each_has_tests_that_are_there() -> None:
-    assert all(mutant.tests for mutant in MUTANTS)
+    mutants = (*MUTANTS, *NATIVE)
+    assert all(mutant.tests for mutant in mutants)
     missing = []
-    for name, test in ((mutant.name, test) for mutant in MUTANTS for test in mutant.tests):
+    for name, test in ((mutant.name, test) for mutant in mutants for test in mutant.tests):
         path, *parts = test.partition("[")[0].split("::")
         text = text_of(ROOT / "tests" / path)
         for part in parts:
@@ -200,3 +234,58 @@ def test_the_copy_is_what_is_tested(project: Path, monkeypatch: pytest.MonkeyPat
     (project / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow: long\npythonpath = other\n")
     with Harness(project) as harness, pytest.raises(BrokenRun, match="not from the copy"):
         harness.check_without_faults([SUM])
+
+
+# The harness of the C++, on a library of two units.
+
+UNITS = {
+    "steps.h": "inline int steps(int n) { return n + 1; }  // the next\n",
+    "one.cpp": '#include "steps.h"\nextern "C" int quire_one(int n) { return steps(n); }\n',
+    "level.cpp": '#include "steps.h"\nextern "C" long quire_attention_level() { return steps(-1); }\n',
+}
+CALLS = f"""import ctypes
+from pathlib import Path
+
+LIBRARY = ctypes.CDLL(str(Path(__file__).parent / "kernels" / "{native.LIBRARY}"))
+
+
+def one(n: int) -> int:
+    return LIBRARY.quire_one(n)
+"""
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
+def test_faults_in_a_library(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are in one unit. Not run: what does not compile, what needs another processor."""
+    kernels = project / "src/quire/kernels"
+    (kernels / "cpu").mkdir(parents=True)
+    for name, text in UNITS.items():
+        (kernels / "cpu" / name).write_text(text)
+    (project / "src/quire/__init__.py").write_text(CALLS)
+    (project / "setup.py").write_text('extra_compile_args=["-O3", "-std=c++17"]')
+    (project / "tests/test_one.py").write_text("from quire import one\n\n\ndef test_one():\n    assert one(1) == 2\n")
+
+    def planted(name: str, old: str, new: str, unit: str = "one.cpp", level: int = 0) -> NativeMutant:
+        file, tests = "kernels/cpu/steps.h", ("test_one.py",)
+        return NativeMutant(name=name, file=file, old=old, new=new, tests=tests, unit=unit, level=level)
+
+    mutants = [
+        planted("far", "n + 1", "n + 2"),
+        planted("near", "// the next", "// the one behind"),
+        planted("elsewhere", "n + 1", "n + 2", "level.cpp"),
+        planted("wide", "n + 1", "n + 2", level=1),
+        planted("emulated", "n + 1", "n + 3", level=EMULATED),
+        planted("broken", "n + 1", "n +"),
+    ]
+    objects = project / "objects"
+    assert native.main(mutants, ["--objects", str(objects)], project) == 1
+    rows = {line.split()[0]: line for line in capsys.readouterr().out.partition("\nmutant ")[2].splitlines() if line}
+    assert {name for name in rows if "test_one.py::test_one" in rows[name]} == {"far", "emulated"}
+    assert {name for name in rows if "SURVIVED" in rows[name]} == {"near", "elsewhere"}
+    assert "NOT RUN: the processor has no AVX2" in rows["wide"]
+    assert "NOT RUN: g++: " in rows["broken"]
+    # Objects are kept by what they are made of.
+    made = set(objects.iterdir())
+    assert native.main(mutants[:1], ["--objects", str(objects)], project) == 0
+    assert set(objects.iterdir()) == made
+    assert (kernels / "cpu/steps.h").read_text() == UNITS["steps.h"]

@@ -347,6 +347,17 @@ def test_heads_are_packed_without_loss() -> None:
     assert kernel().pack_heads(weight_HOI.half()) is None
 
 
+@pytest.mark.usefixtures("rows_level")
+def test_one_number_that_bfloat16_lacks_keeps_a_weight_in_float32() -> None:
+    """Wherever it is, also behind the last whole vector."""
+    weight = torch.ones(3, 14)
+    assert kernel().lossless(weight) == "bfloat16"
+    for place in range(weight.numel()):
+        other = weight.clone()
+        other.view(-1)[place] += 2.0**-20
+        assert kernel().lossless(other) == "float32"
+
+
 def test_the_kernel_is_made_once() -> None:
     assert native_linear() is native_linear()
 

@@ -51,6 +51,10 @@ class BrokenRun(Exception):
     """The tests say nothing about the mutants, with the reason."""
 
 
+class NotRun(Exception):
+    """One mutant cannot be run, with the reason."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mutant:
     """One fault: in ``file`` the text ``old``, which occurs once, becomes ``new``."""
@@ -244,10 +248,18 @@ def judged(mutant: Mutant, report: Report, seconds: float, limit: float) -> Outc
 class Harness:
     """Runs mutants on copies, some of them at a time. Use it as a context."""
 
-    def __init__(self, project: Path = ROOT, *, jobs: int = 1, limit: float = LIMIT) -> None:
+    def __init__(
+        self,
+        project: Path = ROOT,
+        *,
+        jobs: int = 1,
+        limit: float = LIMIT,
+        copy: Callable[[Path, Path], Copy] = Copy,
+    ) -> None:
+        """``copy``: makes a copy of a project in a folder."""
         self._limit = limit
         self.folder = Path(tempfile.mkdtemp(prefix="mutants."))
-        self._copies = [Copy(project, self.folder / str(job)) for job in range(jobs)]
+        self._copies = [copy(project, self.folder / str(job)) for job in range(jobs)]
 
     def __enter__(self) -> Harness:
         return self
@@ -288,6 +300,8 @@ class Harness:
                 with copy.with_fault(mutant):
                     report = copy.run_tests(mutant.tests, self._limit)
                 found = judged(mutant, report, time.monotonic() - begin, self._limit)
+            except NotRun as error:
+                found = Outcome(mutant=mutant, verdict="NOT RUN", by=str(error), why="", seconds=0.0)
             finally:
                 free.put(copy)
             tell(found)
@@ -332,7 +346,12 @@ def chosen(mutants: Sequence[Mutant], names: Sequence[str]) -> list[Mutant]:
     return [mutant for mutant in mutants if not names or mutant.name in names]
 
 
-def main(mutants: Sequence[Mutant], arguments: Sequence[str] | None = None, project: Path = ROOT) -> int:
+def main(
+    mutants: Sequence[Mutant],
+    arguments: Sequence[str] | None = None,
+    project: Path = ROOT,
+    copy: Callable[[Path, Path], Copy] = Copy,
+) -> int:
     """0: all were killed; 1: some survived, or could not run; 2: nothing can be said."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.mutants", description="Plant faults that the tests must find."
@@ -353,7 +372,7 @@ def main(mutants: Sequence[Mutant], arguments: Sequence[str] | None = None, proj
             )
             sys.stdout.flush()
 
-        with Harness(project, jobs=min(options.jobs, len(wanted)), limit=options.limit) as harness:
+        with Harness(project, jobs=min(options.jobs, len(wanted)), limit=options.limit, copy=copy) as harness:
             print(f"The tests of {len(wanted)} mutants, without any fault ...", flush=True)
             harness.check_without_faults(wanted)
             print(f"... pass ({time.monotonic() - begin:.0f} s).", flush=True)
