@@ -346,6 +346,13 @@ def test_a_rewound_sequence_no_longer_matches_what_it_lost() -> None:
     assert cache.insert(1, [], "k") == [1]
 
 
+def test_evictions_are_counted() -> None:
+    cache = RadixCache()
+    cache.insert(1, [1, 2, 3], "k")
+    assert [cache.evict(), cache.evict()] == [1, None]
+    assert cache.num_evictions == 1
+
+
 def test_refusals_name_the_sequence_and_change_nothing() -> None:
     cache = RadixCache()
     cache.insert(1, [1, 2, 3], "k")
@@ -365,6 +372,7 @@ def test_refusals_name_the_sequence_and_change_nothing() -> None:
             cache.insert(1, tokens, "k")
     check_trees(cache)
     assert (cache.length(1), cache.length(2), len(cache)) == (3, 3, 2)
+    assert cache.num_evictions == 0
 
 
 @pytest.mark.parametrize(

@@ -186,6 +186,7 @@ class RadixCache:
         self._roots: dict[Hashable, PrefixNode] = {}
         self._entries: dict[SeqId, HeldPrefix] = {}
         self._cached: OrderedDict[SeqId, HeldPrefix] = OrderedDict()  # least recently used first
+        self.num_evictions = 0
         self.num_tokens = 0
         """Tokens on all edges: each distinct one of a key once."""
 
@@ -351,6 +352,7 @@ class RadixCache:
         """Forget and return the ``oldest`` cached sequence, to be removed; None: there is none."""
         if (seq := self.oldest()) is not None:
             self._lose(self._entries[seq])
+            self.num_evictions += 1
         return seq
 
     def oldest(self) -> SeqId | None:

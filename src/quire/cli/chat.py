@@ -169,7 +169,7 @@ class LocalBackend:
         ``LLM.session``."""
         self._llm, self._window, self._sink = llm, window, sink
         self.templated = llm.tokenizer is not None and bool(llm.tokenizer.chat_templates)
-        self.usual = usual_fields(llm.config.model, templated=self.templated)
+        self.usual: Mapping[str, Any] = usual_fields(llm.config.model, templated=self.templated)
         self.fields: Mapping[str, Any] = {**self.usual, **fields}
         self.params(self.fields)  # Raises ``InvalidArgument`` for wrong values.
         self.load_session, self.checkout, self.log, self.status = llm.load_session, llm.checkout, llm.log, llm.status

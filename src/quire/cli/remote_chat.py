@@ -342,7 +342,7 @@ class RemoteBackend:
         ``sink`` are those of ``LLM.session``."""
         self._model, self._window, self._sink = model, window, sink
         self.templated = model.templated
-        self.usual = usual_fields(model.name, templated=model.templated)
+        self.usual: Mapping[str, Any] = usual_fields(model.name, templated=model.templated)
         self.fields: Mapping[str, Any] = {**self.usual, **fields}
         # A chat uses only the part of ``Session`` that ``RemoteSession`` has.
         self.load_session: Callable[[Path], Session] = cast(Any, model.load_session)
