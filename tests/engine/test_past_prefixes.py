@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.prefix_trees import check_trees
 
 from quire.engine.miss_search import LEAST, PastPrefixes
 
@@ -47,7 +48,7 @@ def test_it_stays_within_its_bounds(notes: list[tuple[list[int], str]], most_tok
         assert past._tree.num_cached <= most_prefixes
         if LEAST + len(end) <= most_tokens:
             assert past.ahead(ids(COMMON + end), name, 0)[0] == LEAST + len(end), "the last one is there"
-        past._tree.check()
+        check_trees(past._tree)
 
 
 def test_too_few_and_too_many_tokens_are_passed_over() -> None:

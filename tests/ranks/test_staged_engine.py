@@ -6,6 +6,7 @@ import itertools
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -188,9 +189,11 @@ def test_a_stage_that_misses_rows_ends_no_rank(one: LLM, many: LLM, monkeypatch:
     params = BlendParams(ratio=0.3, least=1, gate=False, select="v")
     many.warm(pieces[:2], cache_salt="lost")
 
-    def some(found: Any, layer: int, chunk: int) -> Any:
+    nothing: Any = SimpleNamespace(pieces=lambda layer: [])
+
+    def some(found: Any, layer: int, chunk: int, one: Any) -> Any:
         lost.append(layer)
-        return [] if layer == 7 else pieces_of(found, layer, chunk)
+        return pieces_of(nothing if layer == 7 else found, layer, chunk, one)
 
     monkeypatch.setattr("quire.runner.ranks.pieces_of", some)
     (output,) = many.generate([pieces], GREEDY, blend=params, cache_salt="lost")
